@@ -1,0 +1,366 @@
+"""Result files: CSV tables that survive a killed run, their predictions, and one pooled row a run.
+
+A run owns the files that start with its stem `<output_dir>/<script>_<timestamp>`:
+
+    .json                     the configuration, which `resume` compares
+    .rank<r>.part.jsonl       shard of process r while the run lasts: one line a finished row
+    .csv                      the table, merged from the shards
+    .jsonl                    the predictions, where rows carry one
+
+A second table of the same run has a suffix after the stem, such as `_samples`. Several machines must share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import glob
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import distributed
+from .config import RunError, UsageError
+
+SAMPLE_COLUMNS = (
+    "run_id", "timestamp", "script", "git_sha", "model", "dtype", "device", "torch", "transformers", "world_size",
+    "rank", "seed", "dataset", "n_shot", "sample_id", "generation_strategy", "drafter", "exit_layer",
+    "num_speculations", "skip_attn", "skip_mlp", "adapter", "draft_exit_rule", "draft_exit_threshold", "compile",
+    "sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_steps",
+    "prompt_tokens", "new_tokens", "decode_tokens", "rounds", "drafted", "accepted", "acceptance_rate",
+    "tokens_per_round", "prefill_s", "decode_s", "tokens_per_second", "stop_reason", "note",
+)  # fmt: skip
+"""Columns of a sample, in this order; empty when they do not apply. Metrics follow."""
+
+RUN_COLUMNS = (
+    *("num_samples" if name == "sample_id" else name for name in SAMPLE_COLUMNS if name not in ("rank", "stop_reason")),
+    "metrics",
+)
+"""Columns of `runs.csv`: a sample's, pooled, with the metrics as JSON in the last."""
+
+UNCOMPARED = {"output_dir", "resume", "debug", "streamer", "verbosity"}
+"""Settings that may differ between a run and its resumption: they do not change its rows."""
+
+_STEM = re.compile(r"(\w+_\d{8}-\d{6}(?:-\d+)?)(?=$|[._])")
+
+Row = dict[str, Any]
+
+
+class RunLog:
+    """A run's table. Each process writes its own rows; `finish` makes one CSV of them.
+
+    `columns` come first and in order; other keys of the rows, such as metrics, follow. `key` is the column, or the
+    columns, that tell one row from another. The process group must have been joined. Attributes: `run_id`, `stem`,
+    `path` (the CSV to be), `done` (the keys of the rows already there, as text; tuples if `key` names several
+    columns) and `earlier` (those rows). Raises `RunError` when the folder cannot be written or there is nothing to
+    resume, `UsageError` when `resume` names a run with another configuration.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        output_dir: str | os.PathLike[str],
+        columns: Sequence[str],
+        config: dict[str, Any],
+        resume: str | None = None,
+        key: str | Sequence[str] = "sample_id",
+    ) -> None:
+        self.script = script
+        stem, self.run_id = _agree(
+            lambda: _resume(script, config, resume) if resume else _claim(script, output_dir, config)
+        )
+        self.stem = Path(stem)
+        self._set_up("", columns, key)
+
+    def table(self, suffix: str, columns: Sequence[str], key: str | Sequence[str] = "sample_id") -> RunLog:
+        """One more table of this run, `<stem>_<suffix>.csv`, to be finished like this one."""
+        other = copy(self)
+        other._set_up(f"_{suffix}", columns, key)
+        return other
+
+    def _set_up(self, suffix: str, columns: Sequence[str], key: str | Sequence[str]) -> None:
+        self.columns, self.key = tuple(columns), key
+        self._base = f"{self.stem}{suffix}"
+        self.path = Path(f"{self._base}.csv")
+        self.earlier: list[Row] = _agree(lambda: [row for row, _ in self._read()])
+        self.done = {self.key_of(row) for row in self.earlier}
+        with _one_line_errors(f"cannot write {self._base}"):
+            shard = Path(f"{self._base}.rank{distributed.rank()}.part.jsonl")
+            _drop_torn_line(shard)
+            self._shard = open(shard, "a", encoding="utf-8", buffering=1)  # a line is handed to the system at once
+
+    def key_of(self, row: Row) -> str | tuple[str, ...]:
+        """What tells `row` from the others, as text."""
+        if isinstance(self.key, str):
+            return _text(row.get(self.key))
+        return tuple(_text(row.get(name)) for name in self.key)
+
+    def write(self, row: Row, **prediction: Any) -> None:
+        """Add a row, safe from a kill on return. `prediction=...` (and `reference=`, ...) goes to the .jsonl."""
+        assert set([self.key] if isinstance(self.key, str) else self.key) <= set(row), f"a row needs its key {self.key}"
+        row = {name: _cell(value) for name, value in {**self.identity(), **row}.items()}
+        with _one_line_errors(f"cannot write {self._shard.name}"):
+            self._shard.write(json.dumps([row, prediction or None], default=str) + "\n")
+
+    def identity(self) -> Row:
+        """The columns that say which run and process this is, as far as the table has them."""
+        known = {
+            "run_id": self.run_id, "timestamp": datetime.now().isoformat(timespec="seconds"), "script": self.script,
+            "git_sha": git_sha(), "torch": _version("torch"), "transformers": _version("transformers"),
+            "world_size": distributed.world_size(), "rank": distributed.rank(),
+        }  # fmt: skip
+        return {name: value for name, value in known.items() if name in self.columns}
+
+    def finish(self, order: Iterable[Any] | None = None) -> list[Row]:
+        """Wait for all processes; the main one merges their shards and returns all rows, the others return [].
+
+        `order` lists the keys in the order the rows shall have; without it the processes' rows take turns, which is
+        the order of examples shared out with `distributed.share`. Calling it again does nothing.
+        """
+        if self._shard.closed:
+            return []
+        self._shard.close()
+        distributed.barrier()
+        rows: list[Row] = []
+        _agree(lambda: rows.extend(self._merge(order)))
+        return rows
+
+    def append_run(self, *rows: Row) -> None:
+        """`append_run` beside this run's table, with the columns of `identity` filled in."""
+        append_run(self.stem.parent, *({**self.identity(), **row} for row in rows))
+
+    def _merge(self, order: Iterable[Any] | None) -> list[Row]:
+        entries = self._read()
+        if order is not None:
+            places = {_text(k) if isinstance(self.key, str) else tuple(map(_text, k)): i for i, k in enumerate(order)}
+            entries.sort(key=lambda entry: places.get(self.key_of(entry[0]), len(places)))
+        rows = [row for row, _ in entries]
+        keys = [self.key] if isinstance(self.key, str) else self.key
+        with _one_line_errors(f"cannot write {self.path}"), _uninterrupted():
+            if any(prediction for _, prediction in entries):
+                with _replacing(f"{self._base}.jsonl") as file:
+                    for row, prediction in entries:
+                        file.write(json.dumps({**{k: row.get(k) for k in keys}, **(prediction or {})}) + "\n")
+            _write_csv(self.path, self.columns, rows)
+            for shard in self._shards():
+                os.remove(shard)
+        return rows
+
+    def _read(self) -> list[tuple[Row, Row | None]]:
+        """(row, prediction) of the CSV and the shards, each key once: the latest row counts."""
+        entries: list[tuple[Row, Row | None]] = []
+        if self.path.exists():
+            entries = [(row, None) for row in _read_csv(self.path)]
+            predictions = {self.key_of(line): line for line in _read_lines(f"{self._base}.jsonl")}
+            entries = [(row, predictions.get(self.key_of(row))) for row, _ in entries]
+        turns = [
+            (turn, place, line)
+            for place, shard in enumerate(self._shards())
+            for turn, line in enumerate(_read_lines(shard))
+        ]
+        entries += [(row, prediction) for _, _, (row, prediction) in sorted(turns, key=lambda turn: turn[:2])]
+        if not self.key:
+            return entries
+        return list({self.key_of(entry[0]): entry for entry in entries}.values())
+
+    def _shards(self) -> list[str]:
+        paths = glob.glob(f"{glob.escape(self._base)}.rank*.part.jsonl")
+        return sorted(paths, key=lambda path: int(path.rsplit(".rank", 1)[1].split(".")[0]))
+
+
+def append_run(output_dir: str | os.PathLike[str], *rows: Row) -> None:
+    """Add pooled rows to `<output_dir>/runs.csv` (main process only); they replace the rows with the same `run_id`.
+
+    `metrics` may be a dictionary. Runs that end together wait for each other.
+    """
+    if not distributed.is_main():
+        return
+    from filelock import FileLock
+
+    path = Path(output_dir, "runs.csv")
+    ids = {_text(row.get("run_id")) for row in rows}
+    with _one_line_errors(f"cannot write {path}"), FileLock(path.with_name(".runs.lock")), _uninterrupted():
+        before = [row for row in _read_csv(path) if _text(row["run_id"]) not in ids] if path.exists() else []
+        cells = [{name: _cell(row.get(name)) for name in RUN_COLUMNS} for row in rows]
+        _write_csv(path, RUN_COLUMNS, before + cells)
+
+
+@cache
+def git_sha() -> str:
+    """Commit of the checkout this package lies in, empty when it lies in none."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
+        top, sha = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.split("\n")[
+            :2
+        ]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ""
+    return sha if Path(top) == root else ""
+
+
+@cache
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _claim(script: str, output_dir: str | os.PathLike[str], config: dict[str, Any]) -> tuple[str, str]:
+    """Take a stem no other run has, by creating its configuration file: (stem, run_id)."""
+    with _one_line_errors(f"--output_dir {output_dir}: cannot write there"):
+        os.makedirs(output_dir, exist_ok=True)
+        name = first = f"{script}_{datetime.now():%Y%m%d-%H%M%S}"
+        for attempt in range(1, 1000):
+            run_id = f"{name}_{uuid.uuid4().hex[:6]}"
+            try:
+                with open(Path(output_dir, f"{name}.json"), "x", encoding="utf-8") as file:
+                    json.dump({"script": script, "run_id": run_id, "config": config}, file, default=str, indent=1)
+                return str(Path(output_dir, name)), run_id
+            except FileExistsError:
+                name = f"{first}-{attempt}"
+    raise RunError(f"--output_dir {output_dir}: a thousand runs began in this second")
+
+
+def _resume(script: str, config: dict[str, Any], resume: str) -> tuple[str, str]:
+    """Stem and id of the run that `resume` (its CSV, a shard, the stem) belongs to; its configuration must be `config`."""
+    path = Path(resume)
+    match = _STEM.match(path.name)
+    stem = path.with_name(match[1]) if match else path
+    try:
+        saved = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+        before, run_id, saved_script = saved["config"], saved["run_id"], saved["script"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"--resume {resume}: no run to resume, {stem}.json cannot be read ({_reason(error)})") from None
+    if saved_script != script:
+        raise UsageError(f"--resume {resume}: this is a run of {saved_script}, not of {script}")
+    now = json.loads(json.dumps(config, default=str))
+    differing = [n for n in {**before, **now} if n not in UNCOMPARED and before.get(n) != now.get(n)]
+    if differing:
+        changes = ", ".join(f"{name} was {before.get(name)}, now {now.get(name)}" for name in sorted(differing))
+        raise UsageError(f"--resume {resume}: the run has another configuration: {changes}")
+    return str(stem), run_id
+
+
+def _agree(compute: Callable[[], Any]) -> Any:
+    """What `compute` returns in the main process, in every process; an error it raises is raised in all of them."""
+    result: tuple[Any, Exception | None] = (None, None)
+    if distributed.is_main():
+        try:
+            result = (compute(), None)
+        except (UsageError, RunError) as error:
+            result = (None, error)
+    value, failure = distributed.broadcast(result)
+    if failure is not None:
+        raise failure
+    return value
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _cell(value: Any) -> Any:
+    """A value as a CSV cell: lists joined by commas, dictionaries as JSON, what does not apply empty."""
+    if isinstance(value, dict):
+        return json.dumps(value, default=str)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return ",".join(map(str, sorted(value) if isinstance(value, (set, frozenset)) else value))
+    return value
+
+
+def _typed(text: str) -> Any:
+    """A CSV cell as number, bool, None or text; only where writing it again gives the same cell."""
+    words: dict[str, Any] = {"": None, "True": True, "False": False}
+    for value in (words.get(text, text), *_numbers(text)):
+        if value != text and _text(value) == text:
+            return value
+    return text
+
+
+def _numbers(text: str) -> Iterator[int | float]:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            yield kind(text)
+
+
+def _read_csv(path: Path) -> list[Row]:
+    with _one_line_errors(f"cannot read {path}"), open(path, encoding="utf-8", newline="") as file:
+        return [{name: _typed(text or "") for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """`columns`, then what else the rows hold, in the order it appears."""
+    names = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
+    with _replacing(path) as file:
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _read_lines(path: str) -> list[Any]:
+    """The JSON lines of a file, without a torn last one; [] if there is no such file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].split("\n")[:-1]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {_reason(error)}") from None
+
+
+def _drop_torn_line(path: Path) -> None:
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+@contextlib.contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """A file that takes the place of `path` when it is complete, never before."""
+    draft = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(draft, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(draft)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits no longer than a merge takes: ignored until the block ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _one_line_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{what}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
