@@ -235,7 +235,7 @@ def _claim(script: str, output_dir: str | os.PathLike[str], config: dict[str, An
 
 
 def _resume(script: str, config: dict[str, Any], resume: str) -> tuple[str, str]:
-    """Stem and id of the run that `resume` (its CSV, a shard, the stem) belongs to; its configuration must be `config`."""
+    """Stem and id of the run that `resume` (its CSV, a shard, the stem) belongs to; `config` must be its own."""
     path = Path(resume)
     match = _STEM.match(path.name)
     stem = path.with_name(match[1]) if match else path
