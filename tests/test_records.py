@@ -141,6 +141,37 @@ def test_second_table_and_keys_of_several_columns(tmp_path):
     assert len(pd.read_csv(log.path)) == 1
 
 
+def start_two(tmp_path, code):
+    port = str(20000 + os.getpid() % 20000)
+    return [
+        start(tmp_path, code, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in range(2)
+    ]
+
+
+def test_two_killed_processes_are_resumed_by_one(tmp_path):
+    children = start_two(tmp_path, """
+        from self_speculation import distributed
+        distributed.join()
+        log = RunLog("benchmark", out, SAMPLE_COLUMNS, {})
+        for i in distributed.share(range(6)):
+            log.write({"sample_id": f"s{i}"}, prediction=str(i))
+        print(log.stem, flush=True)
+        time.sleep(60)
+        """)  # fmt: skip
+    stem, other = (child.stdout.readline().strip() for child in children)
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    assert stem == other
+    log = RunLog("benchmark", tmp_path, SAMPLE_COLUMNS, {}, resume=stem)
+    assert log.done == {f"s{i}" for i in range(6)}
+    log.write({"sample_id": "s6"}, prediction="6")
+    log.finish(order=[f"s{i}" for i in (6, 0, 1, 2, 3, 4, 5)])
+    assert list(pd.read_csv(log.path).sample_id) == [f"s{i}" for i in (6, 0, 1, 2, 3, 4, 5)]
+    assert len(open(log.path.with_suffix(".jsonl")).readlines()) == 7 and not list(tmp_path.glob("*.part.jsonl"))
+
+
 def test_two_processes_and_resuming_with_one(tmp_path):
     code = """
         from self_speculation import distributed
@@ -155,11 +186,7 @@ def test_two_processes_and_resuming_with_one(tmp_path):
             print(type(error).__name__)
         distributed.leave()
         """
-    port = str(20000 + os.getpid() % 20000)
-    children = [
-        start(tmp_path, code, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in range(2)
-    ]
+    children = start_two(tmp_path, code)
     outputs = [child.communicate(timeout=60) for child in children]
     assert [child.returncode for child in children] == [0, 0], outputs
     assert [out for out, _ in outputs] == ["UsageError\n"] * 2
