@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -142,7 +143,9 @@ def test_second_table_and_keys_of_several_columns(tmp_path):
 
 
 def start_two(tmp_path, code):
-    port = str(20000 + os.getpid() % 20000)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     return [
         start(tmp_path, code, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         for rank in range(2)
