@@ -23,7 +23,7 @@ import signal
 import subprocess
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from datetime import datetime
 from functools import cache
@@ -77,7 +77,7 @@ class RunLog:
         key: str | Sequence[str] = "sample_id",
     ) -> None:
         self.script = script
-        stem, self.run_id = _agree(
+        stem, self.run_id = distributed.on_main(
             lambda: _resume(script, config, resume) if resume else _claim(script, output_dir, config)
         )
         self.stem = Path(stem)
@@ -93,7 +93,7 @@ class RunLog:
         self.columns, self.key = tuple(columns), key
         self._base = f"{self.stem}{suffix}"
         self.path = Path(f"{self._base}.csv")
-        self.earlier: list[Row] = _agree(lambda: [row for row, _ in self._read()])
+        self.earlier: list[Row] = distributed.on_main(lambda: [row for row, _ in self._read()])
         self.done = {self.key_of(row) for row in self.earlier}
         with _one_line_errors(f"cannot write {self._base}"):
             shard = Path(f"{self._base}.rank{distributed.rank()}.part.jsonl")
@@ -133,7 +133,7 @@ class RunLog:
         self._shard.close()
         distributed.barrier()
         rows: list[Row] = []
-        _agree(lambda: rows.extend(self._merge(order)))
+        distributed.on_main(lambda: rows.extend(self._merge(order)))
         return rows
 
     def append_run(self, *rows: Row) -> None:
@@ -252,20 +252,6 @@ def _resume(script: str, config: dict[str, Any], resume: str) -> tuple[str, str]
         changes = ", ".join(f"{name} was {before.get(name)}, now {now.get(name)}" for name in sorted(differing))
         raise UsageError(f"--resume {resume}: the run has another configuration: {changes}")
     return str(stem), run_id
-
-
-def _agree(compute: Callable[[], Any]) -> Any:
-    """What `compute` returns in the main process, in every process; an error it raises is raised in all of them."""
-    result: tuple[Any, Exception | None] = (None, None)
-    if distributed.is_main():
-        try:
-            result = (compute(), None)
-        except (UsageError, RunError) as error:
-            result = (None, error)
-    value, failure = distributed.broadcast(result)
-    if failure is not None:
-        raise failure
-    return value
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,7 @@ from self_speculation.datasets import DataConfig, Example, load
 from self_speculation.records import RUN_COLUMNS, SAMPLE_COLUMNS
 
 DATA = str(Path(__file__).parent.parent / "data")
-PERFECT = {name: 1.0 for name in (*metrics.ROUGE, "exact_match", "edit_similarity")} | {"bleu": 100.0}
+PERFECT = dict.fromkeys((*metrics.ROUGE, "exact_match", "edit_similarity"), 1.0) | {"bleu": 100.0}
 
 
 @pytest.mark.parametrize(

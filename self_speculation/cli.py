@@ -1,0 +1,120 @@
+"""argv -> settings, and how a script ends: one line and an exit code for every error, nothing lost on Ctrl-C."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from . import distributed
+from .config import RunError, UsageError
+
+
+def parse(configs: Sequence[Any], description: str, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """Read the command line into one instance of each class in `configs`.
+
+    Flags must be written out in full (`--sample False`, `--exit_layer 8`); dashes work as underscores do. A mistake
+    raises `UsageError`, which names the flag and, where a similar flag exists, suggests it.
+    """
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(message.removeprefix("argument "))
+
+    parser = Parser(configs, description=description, allow_abbrev=False, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this text and stop")
+    names = sorted(option for action in parser._actions for option in action.option_strings)
+    given = list(sys.argv[1:] if argv is None else argv)
+    *settings, rest, unknown = parser.parse_args_into_dataclasses(
+        given, return_remaining_strings=True, look_for_args_file=False
+    )
+    if rest.help:
+        if distributed.is_main():
+            parser.print_help()
+        sys.exit(0)
+    for argument in unknown:
+        if argument.startswith("-"):
+            name = argument.split("=")[0]
+            near = difflib.get_close_matches(name.replace("-", "_"), [n.replace("-", "_") for n in names], n=1)
+            hint = f"; did you mean {near[0].replace('__', '--', 1)}?" if near else "; --help lists the flags"
+            raise UsageError(f"unknown flag {name}{hint}")
+        raise UsageError(f"unexpected argument {argument!r}; every value follows its flag")
+    return tuple(settings)
+
+
+def run(main: Callable[..., int | None], configs: Sequence[type], argv: Sequence[str] | None = None) -> NoReturn:
+    """Parse, call `main(*settings)` and exit: 0, 1 (run error), 2 (usage error) or 130 (interrupted).
+
+    `main`'s docstring is the description `--help` prints. Only the first process prints; `--debug` shows tracebacks.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    debug = any(a == "--debug" or a.startswith("--debug=") for a in arguments)
+    _set_up_signals()
+    try:
+        _set_up_logging(debug)
+        code = main(*parse(configs, main.__doc__ or "", arguments)) or 0
+    except KeyboardInterrupt:
+        code = 130
+    except (UsageError, RunError) as error:
+        if debug:
+            raise
+        _print_error(str(error))
+        code = 2 if isinstance(error, UsageError) else 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except Exception as error:  # anything else is a fault of ours, still one line unless --debug
+        if debug:
+            raise
+        _print_error(f"{type(error).__name__}: {error} (--debug shows where)")
+        code = 1
+    finally:
+        distributed.leave()
+    sys.exit(code)
+
+
+def note(message: str) -> None:
+    """One line of information for the person at the terminal, from the first process only."""
+    if distributed.is_main():
+        print(f"note: {message}", file=sys.stderr, flush=True)
+
+
+def given_flags(config: Any, argv: Sequence[str] | None = None) -> set[str]:
+    """Names of the fields of `config` that stand on the command line."""
+    arguments = sys.argv[1:] if argv is None else argv
+    written = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a.startswith("--")}
+    return {field.name for field in fields(config) if field.name in written or f"no_{field.name}" in written}
+
+
+def _print_error(message: str) -> None:
+    if distributed.is_main():
+        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _set_up_signals() -> None:
+    """The first SIGINT or SIGTERM (which torchrun sends after Ctrl-C) interrupts; later ones let the rows be saved."""
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, interrupt)
+
+
+def _set_up_logging(debug: bool) -> None:
+    warnings.simplefilter("default" if debug else "ignore")
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(name)s: %(message)s")
+    for name in ("transformers", "datasets", "urllib3", "huggingface_hub", "matplotlib", "filelock"):
+        logging.getLogger(name).setLevel(logging.WARNING if debug else logging.ERROR)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

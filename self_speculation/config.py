@@ -1,0 +1,197 @@
+"""Settings of every script as frozen dataclasses. Standard library only.
+
+Each field carries its own help text, and each class checks its own values: a value that cannot be used raises
+`UsageError`, whose message names the flag, the value and what is allowed. `cli.py` turns these classes into flags.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+STRATEGIES = ("autoregressive", "self_speculative")
+DRAFTERS = ("early_exit", "prompt_lookup")
+STREAMERS = ("none", "standard", "speculative")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+class UsageError(ValueError):
+    """The user asked for something that cannot be done as written; scripts print it in one line and exit with 2."""
+
+
+class RunError(RuntimeError):
+    """A run could not go on (missing model, unreadable file); scripts print it in one line and exit with 1."""
+
+
+def flag(default: Any = MISSING, help: str = "", *, unset: Any = None, metavar: str | None = None) -> Any:
+    """A dataclass field with a help text.
+
+    A field whose default is None but which falls back to a documented value later names that value as `unset`.
+    """
+    metadata = {"help": help if unset is None else f"{help} (default when not given: {unset})"}
+    if metavar is not None:
+        metadata["metavar"] = metavar
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def require(condition: bool, flag_name: str, value: Any, allowed: str) -> None:
+    """Raise `UsageError` unless `condition` holds, naming the flag, the value and what is allowed."""
+    if not condition:
+        raise UsageError(f"--{flag_name} {value}: {allowed}")
+
+
+def require_choice(flag_name: str, value: str, choices: tuple[str, ...]) -> None:
+    require(value in choices, flag_name, value, f"choose one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how it is loaded."""
+
+    model: str | None = flag(
+        None, "hub id, folder, GGUF file, or a short name (smollm2-135m, gemma3-270m)", unset="smollm2-135m"
+    )
+    model_args: str | None = flag(
+        None,
+        "more arguments for from_pretrained, as JSON or as name=value,name=value",
+        metavar="ARGS",
+    )
+    revision: str | None = flag(None, "branch, tag or commit of a hub model")
+    dtype: str = flag(
+        "auto",
+        "auto, float32, bfloat16, float16 or float64; auto is the checkpoint's own on a GPU, on a CPU "
+        "bfloat16 where the processor multiplies it natively and float32 elsewhere",
+    )
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
+    attn_implementation: str | None = flag(None, "eager, sdpa, flash_attention_2, ...", unset="the model's own choice")
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        self.parsed_model_args()
+
+    def parsed_model_args(self) -> dict[str, Any]:
+        """`--model_args` as a dictionary."""
+        return parse_key_values("model_args", self.model_args)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What every script shares beside the model."""
+
+    seed: int = flag(42, "seed of everything random; each sample's own seed is derived from it")
+    output_dir: str = flag("./logs", "folder of the result files")
+    debug: bool = flag(False, "show the traceback of an error")
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, "seed", self.seed, "must be 0 or more")
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How text is generated. Sampling fields and `max_steps` are None until given; `resolved` fills in the defaults."""
+
+    generation_strategy: str = flag("autoregressive", "autoregressive or self_speculative")
+    drafter: str | None = flag(
+        None, "early_exit, prompt_lookup, or a chain such as prompt_lookup+early_exit", unset="early_exit"
+    )
+    exit_layer: int = flag(
+        -1,
+        "number of layers a draft runs, 1 to L-1 for a model of L layers; -1 lets the toolkit "
+        "choose when self-speculative and runs the whole model when autoregressive",
+    )
+    num_speculations: int = flag(-1, "most tokens drafted a round; -1 lets the toolkit choose, 0 drafts nothing")
+    max_steps: int | None = flag(None, "most new tokens", unset=512)
+    sample: bool | None = flag(None, "sample instead of taking the most probable token", unset=True)
+    temperature: float | None = flag(None, "sampling temperature; 0 is greedy", unset=0.6)
+    top_k: int | None = flag(None, "keep the k most probable tokens; 0 keeps all", unset=0)
+    top_p: float | None = flag(None, "keep the smallest set of tokens with this probability in all", unset=0.9)
+    min_p: float | None = flag(None, "drop tokens below this share of the largest probability", unset=0)
+    repetition_penalty: float | None = flag(None, "above 1 makes tokens seen before less probable", unset=1)
+    no_repeat_ngram_size: int | None = flag(None, "no n-gram of this size occurs twice; 0 is off", unset=0)
+    stop_words: list[str] | None = flag(None, "strings at which the text ends; more than one may be given")
+    stop_token_ids: list[int] | None = flag(None, "token ids at which the text ends, beside the model's own")
+    lookup_ngram: int = flag(3, "longest n-gram that prompt_lookup matches")
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "max_steps": 512, "sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0,
+        "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        require_choice("generation_strategy", self.generation_strategy, STRATEGIES)
+        for part in self.drafters():
+            require_choice("drafter", part, DRAFTERS)
+        require(self.exit_layer == -1 or self.exit_layer >= 1, "exit_layer", self.exit_layer,
+                "must be at least 1 and below the model's number of layers, or -1")  # fmt: skip
+        require(self.num_speculations >= -1, "num_speculations", self.num_speculations, "must be -1, 0 or more")
+        require(self.lookup_ngram >= 1, "lookup_ngram", self.lookup_ngram, "must be 1 or more")
+        if self.max_steps is not None:
+            require(self.max_steps >= 1, "max_steps", self.max_steps, "must be 1 or more")
+        if self.temperature is not None:
+            require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "must be 0 or more")
+        if self.top_k is not None:
+            require(self.top_k >= 0, "top_k", self.top_k, "must be 0 or more")
+        if self.top_p is not None:
+            require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
+        if self.min_p is not None:
+            require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be between 0 and 1")
+        if self.repetition_penalty is not None:
+            require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "must be above 0")
+        if self.no_repeat_ngram_size is not None:
+            require(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size", self.no_repeat_ngram_size,
+                    "must be 0 or more")  # fmt: skip
+        require(all(self.stop_words or ["x"]), "stop_words", "''", "an empty string cannot end a text")
+
+    def drafters(self) -> tuple[str, ...]:
+        """The parts of `--drafter`, in the order in which they are asked."""
+        return tuple(self.drafter.split("+")) if self.drafter else ()
+
+    def resolved(self, *weaker: dict[str, Any]) -> GenerationConfig:
+        """Fill every field that was not given: from the dictionaries in turn (strongest first), then the defaults."""
+        missing: dict[str, Any] = {name: value for name, value in self.DEFAULTS.items() if getattr(self, name) is None}
+        for name in missing:
+            missing[name] = next((given[name] for given in weaker if given.get(name) is not None), missing[name])
+        return replace(self, **missing)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most probable token is taken at every step."""
+        return not self.resolved().sample or self.resolved().temperature == 0
+
+
+def parse_key_values(flag_name: str, text: str | None) -> dict[str, Any]:
+    """`{"a": 1}` or `a=1,b=x` as a dictionary; values are read as JSON where they can be, else kept as text."""
+    if not text:
+        return {}
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"--{flag_name} {text}: not valid JSON ({error})") from None
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        require(bool(equals) and bool(name.strip()), flag_name, text, "write name=value,name=value or JSON")
+        try:
+            values[name.strip()] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+        except json.JSONDecodeError:
+            values[name.strip()] = value
+    return values
+
+
+def parse_ids(flag_name: str, text: str) -> tuple[int, ...]:
+    """`3,5-8` as (3, 5, 6, 7, 8)."""
+    ids: set[int] = set()
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        first, dash, last = part.partition("-")
+        require(first.isdigit() and (not dash or last.isdigit()), flag_name, text, "write ids such as 3,5-8")
+        ids.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(ids))
+
+
+def as_dict(*configs: Any) -> dict[str, Any]:
+    """All fields of several settings in one dictionary."""
+    return {field.name: getattr(config, field.name) for config in configs for field in fields(config)}

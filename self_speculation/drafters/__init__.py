@@ -1,0 +1,31 @@
+"""Drafters, and the one place that makes them from settings."""
+
+from __future__ import annotations
+
+from ..config import GenerationConfig
+from ..modeling import SelfSpeculativeModel
+from .base import Context, Draft, Drafter
+from .chain import ChainDrafter, NoDrafter
+from .early_exit import EarlyExitDrafter
+from .prompt_lookup import PromptLookupDrafter
+
+__all__ = ["Context", "Draft", "Drafter", "make_drafter"]
+
+
+def make_drafter(config: GenerationConfig, model: SelfSpeculativeModel) -> Drafter:
+    """The drafter that `config` asks for; its exit layer and number of speculations are chosen already.
+
+    Raises:
+        UsageError: an exit layer that the model does not have.
+    """
+    if config.generation_strategy == "autoregressive" or config.num_speculations == 0:
+        return NoDrafter()
+    parts = [_make_part(name, config, model) for name in config.drafters()]
+    return parts[0] if len(parts) == 1 else ChainDrafter(parts)
+
+
+def _make_part(name: str, config: GenerationConfig, model: SelfSpeculativeModel) -> Drafter:
+    if name == "prompt_lookup":
+        return PromptLookupDrafter(config.lookup_ngram)
+    model.check_exit_layer(config.exit_layer)
+    return EarlyExitDrafter(config.exit_layer)

@@ -1,0 +1,64 @@
+"""What a drafter is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from ..modeling import ExitStates, KVCache, SelfSpeculativeModel
+from ..sampling import Sampler
+from ..stats import Round
+
+
+@dataclass
+class Context:
+    """One text being decoded, as a drafter sees it.
+
+    `tokens` are the prompt and all new tokens. The cache holds keys and values of all but the last of them.
+    """
+
+    model: SelfSpeculativeModel
+    cache: KVCache
+    sampler: Sampler
+    tokens: list[int]
+    end_ids: Collection[int] = ()  # drafting past one of these is in vain
+
+    @property
+    def position(self) -> int:
+        """Where the last token, which no pass has seen yet, will stand."""
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens.
+
+    Attributes:
+        tokens: k token ids.
+        probs: the distributions [k, vocabulary] that they were drawn from; None for point masses.
+        kept: hidden states that verification can go on from.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    probs: torch.Tensor | None = None
+    kept: ExitStates | None = None
+
+
+class Drafter(ABC):
+    """Proposes tokens that the target then verifies in one pass."""
+
+    def start(self, context: Context) -> None:
+        """A new prompt begins; forget the one before."""
+
+    @abstractmethod
+    def propose(self, context: Context, limit: int) -> Draft:
+        """Up to `limit` (at least 1) tokens that may follow `context.tokens`.
+
+        It may write to the cache at `context.position` and after; verification overwrites that.
+        """
+
+    def observe(self, context: Context, outcome: Round) -> None:
+        """What came of the last proposal; `context.tokens` has grown."""

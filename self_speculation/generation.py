@@ -1,0 +1,133 @@
+"""A loaded model and one set of generation settings, ready to answer prompts. All scripts generate through this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from .config import GenerationConfig, UsageError
+from .decoding import Decoded, Observer, decode
+from .drafters import make_drafter
+from .loading import Loaded, load
+from .sampling import Sampler, sample_seed
+from .stopping import Stopper
+
+DEFAULT_SPECULATIONS = {"early_exit": 6, "prompt_lookup": 10}
+
+
+class Generator:
+    """Answers prompts with one strategy.
+
+    Args:
+        loaded: model and tokenizer.
+        config: generation settings; what they leave open is chosen here, and `notify` is told what and why.
+        seed: each prompt is sampled with a seed of its own, made of this one and its id.
+
+    Raises:
+        UsageError: settings that do not go together, or that the model cannot follow.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        config: GenerationConfig,
+        *,
+        seed: int = 42,
+        notify: Callable[[str], None] = lambda message: None,
+    ):
+        self.loaded = loaded
+        self.seed = seed
+        self.config = choose(config.resolved(), loaded.model.num_layers, notify)
+        self.draft_alone = None
+        if self.config.generation_strategy == "autoregressive" and self.config.exit_layer != -1:
+            loaded.model.check_exit_layer(self.config.exit_layer)
+            self.draft_alone = self.config.exit_layer
+        self.drafter = make_drafter(self.config, loaded.model)
+
+    def __call__(
+        self, prompt: str | Sequence[int], *, sample_id: object = 0, observer: Observer | None = None
+    ) -> Decoded:
+        """Generate from a prompt, given as text or token ids."""
+        config, loaded = self.config, self.loaded
+        stopper = Stopper(
+            eos_ids=loaded.eos_ids,
+            stop_ids=config.stop_token_ids or (),
+            stop_strings=config.stop_words or (),
+            budget=config.max_steps or 0,
+            decode=loaded.decode,
+        )
+        sampler = Sampler(
+            config,
+            seed=sample_seed(self.seed, sample_id),
+            device=loaded.model.device,
+            vocab_limit=len(loaded.tokenizer),
+        )
+        return decode(
+            loaded.model,
+            self.drafter,
+            loaded.encode(prompt) if isinstance(prompt, str) else prompt,
+            sampler=sampler,
+            stopper=stopper,
+            num_speculations=max(0, config.num_speculations),
+            draft_alone=self.draft_alone,
+            observer=observer,
+        )
+
+    def columns(self) -> dict[str, Any]:
+        """The settings as columns of a result row; those that do not apply are left out."""
+        config, model = self.config, self.loaded.model
+        names = {field.name for field in fields(config)} - {"stop_words", "stop_token_ids", "lookup_ngram"}
+        row = {name: getattr(config, name) for name in names}
+        unused = {"exit_layer", "num_speculations"} if -1 in (row["exit_layer"], row["num_speculations"]) else set()
+        row.update({name: None for name in unused if row[name] == -1})
+        if config.greedy:
+            row.update(sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
+        return row | {
+            "model": self.loaded.name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "seed": self.seed,
+        }
+
+
+def choose(config: GenerationConfig, num_layers: int, notify: Callable[[str], None]) -> GenerationConfig:
+    """Replace -1 by what the toolkit chooses, and complete the drafter."""
+    if config.generation_strategy == "autoregressive":
+        if config.drafter not in (None, "early_exit"):
+            raise UsageError(
+                f"--drafter {config.drafter}: autoregressive decoding has no drafter; "
+                "add --generation_strategy self_speculative"
+            )
+        return replace(config, num_speculations=-1)
+    config = replace(config, drafter=config.drafter or "early_exit")
+    chosen: dict[str, Any] = {}
+    if config.exit_layer == -1 and "early_exit" in config.drafters():
+        chosen["exit_layer"] = max(1, num_layers // 4)
+    if config.num_speculations == -1:
+        chosen["num_speculations"] = DEFAULT_SPECULATIONS[config.drafters()[0]]
+    if chosen:
+        notify("chose " + ", ".join(f"--{name} {value}" for name, value in chosen.items()))
+    return replace(config, **chosen)
+
+
+def generate(
+    loaded: Loaded | str,
+    prompt: str | Sequence[int],
+    *,
+    seed: int = 42,
+    observer: Observer | None = None,
+    **settings: Any,
+) -> Decoded:
+    """Generate from one prompt.
+
+    Args:
+        loaded: what `load` returned, or a model's name.
+        prompt: text or token ids.
+        settings: fields of `GenerationConfig`, such as `generation_strategy="self_speculative", exit_layer=8`.
+
+    Returns:
+        `Decoded`: tokens, text, stop_reason, and stats with counts and times.
+    """
+    loaded = load(loaded) if isinstance(loaded, str) else loaded
+    return Generator(loaded, GenerationConfig(**settings), seed=seed)(prompt, observer=observer)

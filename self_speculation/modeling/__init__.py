@@ -1,0 +1,7 @@
+"""The only place that knows the insides of transformers models."""
+
+from .backbone import Backbone, Unsupported
+from .cache import KVCache
+from .model import ExitStates, SelfSpeculativeModel
+
+__all__ = ["Backbone", "ExitStates", "KVCache", "SelfSpeculativeModel", "Unsupported"]

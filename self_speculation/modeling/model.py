@@ -1,0 +1,128 @@
+"""The model as drafters and the decoding loop see it: prefill, draft steps and verification over one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import UsageError
+from .backbone import Backbone, Unsupported
+from .cache import KVCache
+
+
+@dataclass(frozen=True)
+class ExitStates:
+    """Hidden states [1, n, H] that left layer `exit_layer - 1`, kept so that verifying runs only the layers after it.
+
+    Together with the key/value cache this is LayerSkip's KVQ cache (arXiv 2404.16710, section 4.3).
+    """
+
+    exit_layer: int
+    hidden: torch.Tensor
+
+
+class SelfSpeculativeModel:
+    """A loaded causal language model split at its layers.
+
+    Raises:
+        Unsupported: the architecture cannot be split, named in one line.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.hf_model = model.eval()
+        with torch.inference_mode():
+            self.backbone = Backbone(self.hf_model)
+            self._check_split()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.backbone.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backbone.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the model was made for."""
+        return getattr(self.backbone.config, "max_position_embeddings", None) or 1 << 30
+
+    @property
+    def device(self) -> torch.device:
+        return self.hf_model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hf_model.dtype
+
+    def check_exit_layer(self, exit_layer: int) -> None:
+        """Raise `UsageError` unless 1 <= exit_layer <= L-1."""
+        if not 1 <= exit_layer < self.num_layers:
+            raise UsageError(
+                f"--exit_layer {exit_layer}: must be between 1 and {self.num_layers - 1} "
+                f"for a model of {self.num_layers} layers"
+            )
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache with room for `capacity` tokens."""
+        return KVCache(self.backbone.windows, capacity)
+
+    def ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[1, n] token ids on the model's device."""
+        return torch.tensor([tokens], dtype=torch.long, device=self.device)
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache,
+        position: int,
+        start: int = 0,
+        stop: int | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run layers start..stop-1 on [1, n] tokens at `position`; return the hidden states [1, n, H] leaving them."""
+        return self.backbone.run(input_ids, cache, position, start, self.backbone.layers[start:stop], hidden)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and LM head: [1, n, H] -> logits [n, vocabulary]."""
+        return self.backbone.head(hidden)[0]
+
+    def prefill(self, input_ids: torch.Tensor, cache: KVCache, stop: int | None = None) -> torch.Tensor:
+        """Run the prompt [1, n] into the empty cache; logits [1, vocabulary] of the token after it."""
+        return self.head(self.run(input_ids, cache, 0, stop=stop)[:, -1:])
+
+    def verify(
+        self, input_ids: torch.Tensor, cache: KVCache, position: int, kept: ExitStates | None = None
+    ) -> torch.Tensor:
+        """The target's logits [n, vocabulary] for a block [1, n] at `position`.
+
+        With `kept` only the layers from its exit on are run. Its states may lack the last tokens of the block, such
+        as the last draft, which nothing was drafted from: those pass the early layers here.
+        """
+        if kept is None:
+            return self.head(self.run(input_ids, cache, position))
+        hidden, done = kept.hidden, kept.hidden.shape[1]
+        if done < input_ids.shape[1]:
+            rest = self.run(input_ids[:, done:], cache, position + done, stop=kept.exit_layer)
+            hidden = torch.cat([hidden, rest], dim=1)
+        return self.head(self.run(input_ids, cache, position, start=kept.exit_layer, hidden=hidden))
+
+    def _check_split(self) -> None:
+        """Compare early layers + the rest with the model's own forward on a few tokens."""
+        ids = torch.arange(1, 7, device=self.device)[None] % self.vocab_size
+        plain = self.hf_model(input_ids=ids).logits[0].float()
+        if torch.isnan(plain).any():
+            return  # reported with a hint about the dtype once decoding meets it
+        middle = max(1, self.num_layers // 2)
+        cache = self.new_cache(8)
+        self.run(ids[:, :2], cache, 0)
+        early = self.run(ids[:, 2:5], cache, 2, stop=middle)
+        split = self.verify(ids[:, 2:], cache, 2, ExitStates(middle, early)).float()
+        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
+        if not torch.allclose(split, plain[2:], rtol=0, atol=tolerance * max(1.0, float(plain.abs().max()))):
+            raise Unsupported(
+                f"{self.backbone.family} models are not supported: running their layers in two parts changes the logits"
+            )
