@@ -1,0 +1,183 @@
+"""Documents -> a file of token ids, made once and kept -> training sequences by number, the same on every process."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from .. import distributed
+from ..config import RunError, UsageError
+from ..loading import cache_folder
+from .config import DataConfig
+
+Document = tuple[str, str]  # where it comes from, and its text
+READERS = {".txt": "text", ".py": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Tokens of many documents one after the other, each ended by EOS, cut into sequences."""
+
+    tokens: np.ndarray  # [N], uint16 or uint32
+    length: int  # tokens a sequence predicts
+
+    def __len__(self) -> int:
+        """Whole sequences of length + 1 tokens that overlap by one."""
+        return max(0, (len(self.tokens) - 1) // self.length)
+
+    def sequence(self, number: int) -> torch.Tensor:
+        """[length + 1] token ids."""
+        start = number * self.length
+        return torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
+
+
+class Shuffled:
+    """Sequence `n` of an endless stream that goes through a file in another order each time; depends on n alone."""
+
+    def __init__(self, file: TokenFile, seed: int):
+        self.file, self.seed = file, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, n: int) -> torch.Tensor:
+        epoch, place = divmod(n, len(self.file))
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+            self._epoch, self._order = epoch, generator.permutation(len(self.file))
+        return self.file.sequence(int(self._order[place]))
+
+
+def documents(config: DataConfig) -> Iterator[Document]:
+    """Every document of `--data`, in a fixed order."""
+    assert config.data is not None
+    if config.data == "python_source":
+        from .python_source import python_files
+
+        yield from python_files()
+        return
+    for number, row in enumerate(_rows(config)):
+        if not isinstance(row.get(config.text_field), str):
+            raise UsageError(f"--text_field {config.text_field}: the data has the fields {', '.join(sorted(row))}")
+        yield f"{config.data}/{number}", row[config.text_field]
+
+
+def is_held_out(document: Document, share: float) -> bool:
+    """Whether the document is kept from training; its place and its text decide, nothing else."""
+    digest = hashlib.blake2b("\0".join(document).encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def token_files(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenFile, TokenFile]:
+    """(training, held-out) tokens of `--data`, from the cache where they have been made before."""
+    folder = cache_folder() / "tokens" / _fingerprint(config, tokenizer)
+    distributed.on_main(lambda: _make_once(folder, config, tokenizer))
+    train, held_out = (
+        TokenFile(np.load(folder / f"{name}.npy", mmap_mode="r"), config.sequence_length)
+        for name in ("train", "held_out")
+    )
+    for name, file in (("training", train), ("held-out", held_out)):
+        if not len(file):
+            raise RunError(
+                f"--data {config.data}: {len(file.tokens)} {name} tokens are less than one sequence of "
+                f"{config.sequence_length}; lower --sequence_length, raise --held_out or give more text"
+            )
+    return train, held_out
+
+
+def batches(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Lists of `size` items, the last one shorter."""
+    iterator = iter(texts)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
+
+
+def _make_once(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            draft = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+            draft.mkdir(exist_ok=True)
+            for name, tokens in zip(("train", "held_out"), _encode_all(config, tokenizer), strict=True):
+                np.save(draft / f"{name}.npy", tokens)
+            draft.rename(folder)
+
+
+def _encode_all(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens as (training, held out) arrays; --max_tokens ends the reading."""
+    from tqdm import tqdm
+
+    kind: Any = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    count = 0
+    with tqdm(desc="tokens", unit="tok", unit_scale=True, disable=not distributed.is_main()) as bar:
+        for batch in batches(documents(config), 256):
+            encoded = tokenizer([text for _, text in batch], add_special_tokens=False)["input_ids"]
+            for document, ids in zip(batch, encoded, strict=True):
+                held_out = is_held_out(document, config.held_out)
+                parts[held_out].append(np.array([*ids, tokenizer.eos_token_id], dtype=kind))
+                count += 0 if held_out else len(ids) + 1
+                bar.update(len(ids) + 1)
+            if config.max_tokens and count >= config.max_tokens:
+                break
+    train, held_out_tokens = (np.concatenate(part) if part else np.empty(0, dtype=kind) for part in parts)
+    return train[: config.max_tokens or None], held_out_tokens
+
+
+def _fingerprint(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Names the tokens by what they depend on."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    if config.data == "python_source":
+        from .python_source import RULES, packages
+
+        source: Any = [RULES, [list(map(str, package)) for package in packages()]]
+    else:
+        source = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in local_files(config.data or "")]
+    parts = [
+        config.data, config.data_config, config.data_split, config.text_field, config.held_out, config.max_tokens,
+        source, vocabulary, tokenizer.eos_token_id,
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def local_files(name: str) -> list[Path]:
+    """Files that `--data` names: itself, what its folder holds, or what matches its pattern; [] for a hub id."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+    return [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
+
+
+def _rows(config: DataConfig) -> Iterator[dict[str, Any]]:
+    """Rows of local files or of a hub data set, read as a stream."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    files = local_files(config.data or "")
+    try:
+        if not files:
+            yield from datasets.load_dataset(config.data, config.data_config, split=config.data_split, streaming=True)
+        for file in files:
+            if file.suffix not in READERS:
+                raise UsageError(f"--data {config.data}: {file.name} is none of {', '.join(READERS)}")
+            if READERS[file.suffix] == "text":  # one document a file
+                yield {config.text_field: file.read_text(encoding="utf-8", errors="replace")}
+            else:
+                reader = READERS[file.suffix]
+                yield from datasets.load_dataset(reader, data_files=str(file), split="train", streaming=True)
+    except (UsageError, RunError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RunError(f"--data {config.data}: cannot be read ({type(error).__name__}: {reason})") from error
