@@ -203,8 +203,7 @@ class DirectLayers:
     ) -> torch.Tensor:
         """As `Backbone.run`, at the cache's position."""
         position, n = cache.position, input_ids.shape[1]
-        if position + n > self.tables[0][0].shape[1]:
-            self._learn((position + n) // TABLE_STEP * TABLE_STEP + TABLE_STEP)
+        self.cover(position + n)
         if hidden is None:
             hidden = self.embed(input_ids)
         rotary = [tuple(part[:, position : position + n] for part in table) for table in self.tables]
@@ -221,6 +220,11 @@ class DirectLayers:
             }
             hidden = layer(hidden, **{**self.keywords[index], **given})
         return hidden
+
+    def cover(self, positions: int) -> None:
+        """Let the rotary tables reach this many positions."""
+        if positions > self.tables[0][0].shape[1]:
+            self._learn(positions // TABLE_STEP * TABLE_STEP + TABLE_STEP)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings [1, n, H] as they enter the first layer."""
@@ -252,7 +256,7 @@ class DirectLayers:
             seen.append((hidden, given))
             return hidden
 
-        cache = KVCache(self.windows, 1)
+        cache = KVCache([None] * len(self.windows), 1)  # transformers asks one layer for the sizes of all masks
         cache.position = position
         ids = torch.arange(tokens, device=self.backbone.model.device)[None] % self.backbone.config.vocab_size
         self.backbone.forward_slots(ids, cache, visit, **kwargs)
@@ -305,7 +309,11 @@ class DirectLayers:
         for index, (hidden, given) in enumerate(self._record(2, position)):
             ours = self.mask(position, 2, self.windows[index], hidden)
             theirs = given["attention_mask"]
-            if ours is None or theirs is None or not torch.equal(ours, theirs):
+            if ours is None or theirs is None or ours.shape[-1] > theirs.shape[-1]:
+                return False
+            outside = theirs.shape[-1] - ours.shape[-1]  # keys before the window, which the cache does not hand out
+            lowest = 0 if theirs.dtype == torch.bool else torch.finfo(theirs.dtype).min
+            if not torch.equal(ours, theirs[..., outside:]) or not (theirs[..., :outside] == lowest).all():
                 return False
         return True
 

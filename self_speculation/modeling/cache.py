@@ -67,6 +67,8 @@ class PositionedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    get_max_cache_shape = get_max_length  # its name before transformers 5.13
+
 
 class KVCache(Cache):
     """A cache whose layers all read and write at `position`.
