@@ -38,10 +38,11 @@ class Generator:
     ):
         self.loaded = loaded
         self.seed = seed
+        if config.exit_layer != -1:
+            loaded.model.check_exit_layer(config.exit_layer)
         self.config = choose(config.resolved(), loaded.model.num_layers, notify)
         self.draft_alone = None
         if self.config.generation_strategy == "autoregressive" and self.config.exit_layer != -1:
-            loaded.model.check_exit_layer(self.config.exit_layer)
             self.draft_alone = self.config.exit_layer
         self.drafter = make_drafter(self.config, loaded.model)
 

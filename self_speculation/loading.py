@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import distributed
@@ -81,6 +83,8 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
     source = locate(name)
     device = choose_device(config.device)
     extra = config.parsed_model_args()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     with _explained(name):
         settings = {"revision": config.revision} if config.revision else {}
         tokenizer = AutoTokenizer.from_pretrained(source, **settings)

