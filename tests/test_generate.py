@@ -14,13 +14,15 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.folders import save_tiny_model
 
 import generate as script
 from self_speculation import cli
 from self_speculation.config import GenerationConfig, ModelConfig, RunConfig
+from tests.folders import save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = (ModelConfig, GenerationConfig, script.PromptConfig, RunConfig)
+TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2")
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +41,8 @@ def run(folder, tmp_path, capsys, monkeypatch):
             given += ["--output_dir", str(tmp_path / "logs")]
         if model is not None:
             given += ["--model", str(model)]
-        configs = (ModelConfig, GenerationConfig, script.PromptConfig, RunConfig)
         with pytest.raises(SystemExit) as stop:
-            cli.run(script.main, configs, given)
+            cli.run(script.main, CONFIGS, given)
         out, err = capsys.readouterr()
         return int(stop.value.code or 0), out, err
 
@@ -58,7 +59,7 @@ GREEDY = ("--sample", "False", "--max_steps", "12", "--prompt", "hello there")
 
 def test_speculative_text_equals_autoregressive(run, tmp_path):
     arguments = ("--generation_strategy", "self_speculative", "--exit_layer", "3", "--num_speculations", "4")
-    code, out, err = run(*GREEDY, *arguments, "--compare_autoregressive")
+    code, _, err = run(*GREEDY, *arguments, "--compare_autoregressive")
     assert code == 0
     assert "texts identical" in err
     plain, speculative = rows(tmp_path)
@@ -230,7 +231,7 @@ def test_debug_shows_the_traceback(folder, monkeypatch):
 def test_help_names_every_flag(capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     with pytest.raises(SystemExit) as stop:
-        cli.run(script.main, (ModelConfig, GenerationConfig, script.PromptConfig, RunConfig), ["--help"])
+        cli.run(script.main, CONFIGS, ["--help"])
     text = capsys.readouterr().out
     assert stop.value.code in (0, None)
     for name in ("--exit_layer", "--streamer", "--temperature", "--output_dir", "--model_args"):
@@ -274,18 +275,16 @@ def test_ctrl_d_at_a_terminal_ends_cleanly(folder, tmp_path):
 
 
 def test_torchrun_talks_on_rank_0_only(folder, tmp_path):
-    launcher = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2")
-    process = launched(folder, tmp_path, *GREEDY, launcher=launcher, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=120)
+    process = launched(folder, tmp_path, *GREEDY, launcher=TORCHRUN, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert err.count("ended by") == 1
     assert len(rows(tmp_path)) == 1
 
 
 def test_torchrun_prints_a_usage_error_once(folder, tmp_path):
-    launcher = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2")
     process = launched(
-        folder, tmp_path, "--top_p", "2", launcher=launcher, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        folder, tmp_path, "--top_p", "2", launcher=TORCHRUN, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
