@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 STRATEGIES = ("autoregressive", "self_speculative")
-DRAFTERS = ("early_exit", "prompt_lookup")
+DRAFTERS = ("early_exit", "skip_layer", "prompt_lookup")
+DRAFT_EXIT_RULES = ("paper", "blog")
 STREAMERS = ("none", "standard", "speculative")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -95,7 +97,9 @@ class GenerationConfig:
 
     generation_strategy: str = flag("autoregressive", "autoregressive or self_speculative")
     drafter: str | None = flag(
-        None, "early_exit, prompt_lookup, or a chain such as prompt_lookup+early_exit", unset="early_exit"
+        None,
+        "early_exit, skip_layer, prompt_lookup, or a chain such as prompt_lookup+early_exit",
+        unset="skip_layer with sub-layers to skip, else early_exit",
     )
     exit_layer: int = flag(
         -1,
@@ -114,6 +118,20 @@ class GenerationConfig:
     stop_words: list[str] | None = flag(None, "strings at which the text ends; more than one may be given")
     stop_token_ids: list[int] | None = flag(None, "token ids at which the text ends, beside the model's own")
     lookup_ngram: int = flag(3, "longest n-gram that prompt_lookup matches")
+    skip_attn_layers: str | None = flag(None, "layers whose attention a draft skips, such as 3,5-8")
+    skip_mlp_layers: str | None = flag(None, "layers whose MLP a draft skips")
+    skip_layers: str | None = flag(None, 'a JSON file with {"attn": [...], "mlp": [...]}, as search.py writes it')
+    draft_exit_threshold: float | None = flag(
+        None, "stop drafting once the draft's own probability of a token is below this; the threshold to start from "
+        "when it adapts", unset="drafts run to --num_speculations; adapting starts at 0.6, by the rule blog at 0.5"
+    )  # fmt: skip
+    adaptive_draft_exit: bool = flag(False, "adapt the threshold to how drafts fare (Draft & Verify, section 3.3)")
+    draft_exit_rule: str = flag("paper", "how it adapts: paper, or blog (the variant of a published rebuild)")
+    draft_exit_alpha: float = flag(0.9, "the acceptance that the threshold aims at")
+    draft_exit_eps: float = flag(0.01, "how far the threshold moves a round")
+    draft_exit_b1: float = flag(0.5, "share of the past in the running acceptance")
+    draft_exit_b2: float = flag(0.9, "share of the past in the threshold")
+    carry_draft_exit: bool = flag(False, "carry the adapted threshold over from prompt to prompt")
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "max_steps": 512, "sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0,
@@ -143,11 +161,40 @@ class GenerationConfig:
         if self.no_repeat_ngram_size is not None:
             require(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size", self.no_repeat_ngram_size,
                     "must be 0 or more")  # fmt: skip
+        require_choice("draft_exit_rule", self.draft_exit_rule, DRAFT_EXIT_RULES)
+        for name in ("draft_exit_threshold", "draft_exit_alpha", "draft_exit_eps", "draft_exit_b1", "draft_exit_b2"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= 1, name, value, "must be between 0 and 1")
+        self.skipped()
         require(all(self.stop_words or ["x"]), "stop_words", "''", "an empty string cannot end a text")
 
     def drafters(self) -> tuple[str, ...]:
         """The parts of `--drafter`, in the order in which they are asked."""
         return tuple(self.drafter.split("+")) if self.drafter else ()
+
+    def skipped(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Layers whose attention, and layers whose MLP, a draft skips; both empty when none are given."""
+        if self.skip_layers is None:
+            return parse_ids("skip_attn_layers", self.skip_attn_layers or ""), parse_ids(
+                "skip_mlp_layers", self.skip_mlp_layers or ""
+            )
+        require(not (self.skip_attn_layers or self.skip_mlp_layers), "skip_layers", self.skip_layers,
+                "give a file or lists of layers, not both")  # fmt: skip
+        try:
+            chosen = json.loads(Path(self.skip_layers).read_text(encoding="utf-8"))
+            return tuple(map(int, chosen["attn"])), tuple(map(int, chosen["mlp"]))
+        except OSError as error:
+            raise RunError(f"--skip_layers {self.skip_layers}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise RunError(
+                f'--skip_layers {self.skip_layers}: must be JSON with {{"attn": [...], "mlp": [...]}}'
+            ) from None
+
+    def first_draft_exit_threshold(self) -> float:
+        """The threshold that adapting starts from."""
+        if self.draft_exit_threshold is not None:
+            return self.draft_exit_threshold
+        return 0.5 if self.draft_exit_rule == "blog" else 0.6
 
     def resolved(self, *weaker: dict[str, Any]) -> GenerationConfig:
         """Fill every field that was not given: from the dictionaries in turn (strongest first), then the defaults."""

@@ -12,7 +12,7 @@ import torch
 
 from .config import UsageError
 from .drafters import Context, Draft, Drafter
-from .modeling import SelfSpeculativeModel
+from .modeling import SelfSpeculativeModel, SkipSet
 from .sampling import Sampler
 from .stats import Round, Stats, now
 from .stopping import Stopper
@@ -47,6 +47,14 @@ class Decoded:
     stats: Stats
 
 
+@dataclass(frozen=True)
+class DraftAlone:
+    """The part of the model that is taken for the whole: its first layers, or all but the sub-layers in `skip`."""
+
+    stop: int | None = None
+    skip: SkipSet | None = None
+
+
 @torch.inference_mode()
 def decode(
     model: SelfSpeculativeModel,
@@ -56,7 +64,7 @@ def decode(
     sampler: Sampler,
     stopper: Stopper,
     num_speculations: int = 0,
-    draft_alone: int | None = None,
+    draft_alone: DraftAlone | None = None,
     observer: Observer | None = None,
 ) -> Decoded:
     """Decode one prompt until `stopper` ends the text. Ctrl-C ends it too, keeping what is there.
@@ -64,7 +72,7 @@ def decode(
     Args:
         prompt: token ids, at least one.
         num_speculations: most tokens drafted a round.
-        draft_alone: take the model's first so many layers for the whole model.
+        draft_alone: take this part of the model for the whole.
 
     Raises:
         UsageError: the prompt is empty or leaves no position for a new token.
@@ -76,11 +84,13 @@ def decode(
         raise UsageError(f"the prompt has {len(prompt)} tokens, the model has {model.max_positions} positions")
     last_position = model.max_positions - 1
     capacity = min(len(prompt) + stopper.budget, model.max_positions) + num_speculations + 1
-    context = Context(model, model.new_cache(capacity), sampler, list(prompt), stopper.end_ids)
+    context = Context(model, model.new_cache(capacity), sampler, list(prompt), stopper.end_ids, num_speculations)
     stats = Stats(prompt_tokens=len(prompt))
     started = now(model.device)
     try:
-        first, _ = sampler.draw(model.prefill(model.ids(prompt), context.cache, stop=draft_alone), context.tokens)
+        part = draft_alone or DraftAlone()
+        logits = model.prefill(model.ids(prompt), context.cache, part.stop, part.skip)
+        first, _ = sampler.draw(logits, context.tokens)
         stats.prefill_s, started = now(model.device) - started, now(model.device)
         _take(context, stopper, observer, [], 0, [first])
         drafter.start(context)
@@ -104,11 +114,14 @@ def decode(
     return Decoded(stopper.tokens, stopper.text(), stopper.reason, stats)
 
 
-def _verify(model: SelfSpeculativeModel, context: Context, draft: Draft, draft_alone: int | None) -> torch.Tensor:
+def _verify(
+    model: SelfSpeculativeModel, context: Context, draft: Draft, draft_alone: DraftAlone | None
+) -> torch.Tensor:
     """The target's logits after the last token and after each draft, [k + 1, vocabulary]."""
     block = model.ids([context.tokens[-1], *draft.tokens])
     if draft_alone is not None:
-        return model.head(model.run(block, context.cache, context.position, stop=draft_alone))
+        part = model.run(block, context.cache, context.position, stop=draft_alone.stop, skip=draft_alone.skip)
+        return model.head(part)
     return model.verify(block, context.cache, context.position, draft.kept)
 
 

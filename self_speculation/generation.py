@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from .config import GenerationConfig, UsageError
-from .decoding import Decoded, Observer, decode
-from .drafters import make_drafter
+from .decoding import Decoded, DraftAlone, Observer, decode
+from .drafters import make_drafter, skip_set
 from .loading import Loaded, load
 from .sampling import Sampler, sample_seed
 from .stopping import Stopper
 
-DEFAULT_SPECULATIONS = {"early_exit": 6, "prompt_lookup": 10}
+DEFAULT_SPECULATIONS = {"early_exit": 6, "skip_layer": 6, "prompt_lookup": 10}
+ADAPTIVE_SPECULATIONS = {"paper": 12, "blog": 8}
+SETTINGS_COLUMNS = (
+    "generation_strategy", "drafter", "exit_layer", "num_speculations", "draft_exit_threshold", "sample", "temperature",
+    "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_steps",
+)  # fmt: skip
 
 
 class Generator:
@@ -42,8 +47,8 @@ class Generator:
             loaded.model.check_exit_layer(config.exit_layer)
         self.config = choose(config.resolved(), loaded.model.num_layers, notify)
         self.draft_alone = None
-        if self.config.generation_strategy == "autoregressive" and self.config.exit_layer != -1:
-            self.draft_alone = self.config.exit_layer
+        if self.config.generation_strategy == "autoregressive":
+            self.draft_alone = draft_alone(self.config, loaded)
         self.drafter = make_drafter(self.config, loaded.model)
 
     def __call__(
@@ -78,13 +83,17 @@ class Generator:
     def columns(self) -> dict[str, Any]:
         """The settings as columns of a result row; those that do not apply are left out."""
         config, model = self.config, self.loaded.model
-        names = {field.name for field in fields(config)} - {"stop_words", "stop_token_ids", "lookup_ngram"}
-        row = {name: getattr(config, name) for name in names}
-        unused = {"exit_layer", "num_speculations"} if -1 in (row["exit_layer"], row["num_speculations"]) else set()
-        row.update({name: None for name in unused if row[name] == -1})
+        row = {name: getattr(config, name) for name in SETTINGS_COLUMNS}
+        row.update({name: None for name in ("exit_layer", "num_speculations") if row[name] == -1})
         if config.greedy:
             row.update(sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
+        attn, mlp = config.skipped()
+        if config.adaptive_draft_exit:
+            row["draft_exit_rule"] = config.draft_exit_rule
         return row | {
+            "skip_attn": attn or None,
+            "skip_mlp": mlp or None,
+            **self.drafter.columns(),
             "model": self.loaded.name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
@@ -95,21 +104,32 @@ class Generator:
 def choose(config: GenerationConfig, num_layers: int, notify: Callable[[str], None]) -> GenerationConfig:
     """Replace -1 by what the toolkit chooses, and complete the drafter."""
     if config.generation_strategy == "autoregressive":
-        if config.drafter not in (None, "early_exit"):
+        if config.drafter not in (None, "early_exit", "skip_layer"):
             raise UsageError(
                 f"--drafter {config.drafter}: autoregressive decoding has no drafter; "
                 "add --generation_strategy self_speculative"
             )
         return replace(config, num_speculations=-1)
-    config = replace(config, drafter=config.drafter or "early_exit")
+    config = replace(config, drafter=config.drafter or ("skip_layer" if any(config.skipped()) else "early_exit"))
     chosen: dict[str, Any] = {}
     if config.exit_layer == -1 and "early_exit" in config.drafters():
         chosen["exit_layer"] = max(1, num_layers // 4)
     if config.num_speculations == -1:
-        chosen["num_speculations"] = DEFAULT_SPECULATIONS[config.drafters()[0]]
+        chosen["num_speculations"] = (
+            ADAPTIVE_SPECULATIONS[config.draft_exit_rule]
+            if config.adaptive_draft_exit
+            else DEFAULT_SPECULATIONS[config.drafters()[0]]
+        )
     if chosen:
         notify("chose " + ", ".join(f"--{name} {value}" for name, value in chosen.items()))
     return replace(config, **chosen)
+
+
+def draft_alone(config: GenerationConfig, loaded: Loaded) -> DraftAlone | None:
+    """The part of the model that autoregressive decoding shall take for the whole, None for all of it."""
+    if any(config.skipped()) or config.drafter == "skip_layer":
+        return DraftAlone(skip=skip_set(config, loaded.model))
+    return DraftAlone(stop=config.exit_layer) if config.exit_layer != -1 else None
 
 
 def generate(

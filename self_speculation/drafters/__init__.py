@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ..config import GenerationConfig
-from ..modeling import SelfSpeculativeModel
+from ..modeling import SelfSpeculativeModel, SkipSet
 from .base import Context, Draft, Drafter
 from .chain import ChainDrafter, NoDrafter
-from .early_exit import EarlyExitDrafter
+from .draft_exit import make_draft_exit
+from .layers import EarlyExitDrafter, SkipLayerDrafter
 from .prompt_lookup import PromptLookupDrafter
 
-__all__ = ["Context", "Draft", "Drafter", "make_drafter"]
+__all__ = ["Context", "Draft", "Drafter", "make_drafter", "skip_set"]
 
 
 def make_drafter(config: GenerationConfig, model: SelfSpeculativeModel) -> Drafter:
@@ -27,5 +28,16 @@ def make_drafter(config: GenerationConfig, model: SelfSpeculativeModel) -> Draft
 def _make_part(name: str, config: GenerationConfig, model: SelfSpeculativeModel) -> Drafter:
     if name == "prompt_lookup":
         return PromptLookupDrafter(config.lookup_ngram)
+    draft_exit = make_draft_exit(config)
+    if name == "skip_layer":
+        return SkipLayerDrafter(skip_set(config, model), draft_exit)
     model.check_exit_layer(config.exit_layer)
-    return EarlyExitDrafter(config.exit_layer)
+    return EarlyExitDrafter(config.exit_layer, draft_exit)
+
+
+def skip_set(config: GenerationConfig, model: SelfSpeculativeModel) -> SkipSet:
+    """The sub-layers that `config` skips, checked against the model."""
+    attn, mlp = config.skipped()
+    skip = SkipSet.of(attn, mlp)
+    skip.check(model.num_layers)
+    return skip

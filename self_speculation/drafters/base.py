@@ -25,6 +25,7 @@ class Context:
     sampler: Sampler
     tokens: list[int]
     end_ids: Collection[int] = ()  # drafting past one of these is in vain
+    num_speculations: int = 0  # most tokens drafted a round; near the end of the budget fewer are asked for
 
     @property
     def position(self) -> int:
@@ -62,3 +63,7 @@ class Drafter(ABC):
 
     def observe(self, context: Context, outcome: Round) -> None:
         """What came of the last proposal; `context.tokens` has grown."""
+
+    def columns(self) -> dict[str, float]:
+        """What a result row should know of the drafter's state after a text."""
+        return {}

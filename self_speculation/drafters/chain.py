@@ -37,3 +37,6 @@ class ChainDrafter(Drafter):
     def observe(self, context: Context, outcome: Round) -> None:
         if self.chosen is not None:
             self.chosen.observe(context, outcome)
+
+    def columns(self) -> dict[str, float]:
+        return {name: value for part in self.parts for name, value in part.columns().items()}

@@ -3,5 +3,6 @@
 from .backbone import Backbone, Unsupported
 from .cache import KVCache
 from .model import ExitStates, SelfSpeculativeModel
+from .skip import SkipSet
 
-__all__ = ["Backbone", "ExitStates", "KVCache", "SelfSpeculativeModel", "Unsupported"]
+__all__ = ["Backbone", "ExitStates", "KVCache", "SelfSpeculativeModel", "SkipSet", "Unsupported"]

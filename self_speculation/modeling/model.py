@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..config import UsageError
 from .backbone import Backbone, Unsupported
 from .cache import KVCache
+from .skip import SkipSet
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class SelfSpeculativeModel:
 
     def __init__(self, model: PreTrainedModel):
         self.hf_model = model.eval()
+        self._skipping: tuple[SkipSet, list[torch.nn.Module]] | None = None
         with torch.inference_mode():
             self.backbone = Backbone(self.hf_model)
             self._check_split()
@@ -82,17 +84,31 @@ class SelfSpeculativeModel:
         start: int = 0,
         stop: int | None = None,
         hidden: torch.Tensor | None = None,
+        skip: SkipSet | None = None,
     ) -> torch.Tensor:
-        """Run layers start..stop-1 on [1, n] tokens at `position`; return the hidden states [1, n, H] leaving them."""
-        return self.backbone.run(input_ids, cache, position, start, self.backbone.layers[start:stop], hidden)
+        """Run layers start..stop-1 on [1, n] tokens at `position`, without the sub-layers in `skip`.
+
+        Returns:
+            The hidden states [1, n, H] leaving the last of them, before the final norm.
+        """
+        layers = self.backbone.layers if skip is None else self.layers_without(skip)
+        return self.backbone.run(input_ids, cache, position, start, layers[start:stop], hidden)
+
+    def layers_without(self, skip: SkipSet) -> list[torch.nn.Module]:
+        """The model's layers without the sub-layers in `skip`; the last set asked for is remembered."""
+        if self._skipping is None or self._skipping[0] != skip:
+            self._skipping = skip, skip.apply(self.backbone.layers)
+        return self._skipping[1]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: [1, n, H] -> logits [n, vocabulary]."""
         return self.backbone.head(hidden)[0]
 
-    def prefill(self, input_ids: torch.Tensor, cache: KVCache, stop: int | None = None) -> torch.Tensor:
+    def prefill(
+        self, input_ids: torch.Tensor, cache: KVCache, stop: int | None = None, skip: SkipSet | None = None
+    ) -> torch.Tensor:
         """Run the prompt [1, n] into the empty cache; logits [1, vocabulary] of the token after it."""
-        return self.head(self.run(input_ids, cache, 0, stop=stop)[:, -1:])
+        return self.head(self.run(input_ids, cache, 0, stop=stop, skip=skip)[:, -1:])
 
     def verify(
         self, input_ids: torch.Tensor, cache: KVCache, position: int, kept: ExitStates | None = None

@@ -1,0 +1,99 @@
+"""Drafters that run part of the model's own layers for each token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from ..modeling import ExitStates, SkipSet
+from ..stats import Round
+from .base import Context, Draft, Drafter
+from .draft_exit import DraftExit
+
+
+class LayersDrafter(Drafter):
+    """Draws tokens one after the other from a part of the model, until `limit`, an end, or `draft_exit` stops it."""
+
+    def __init__(self, draft_exit: DraftExit | None = None):
+        self.draft_exit = draft_exit
+        self.limit = 0
+
+    @abstractmethod
+    def run(self, context: Context, token: int, position: int) -> torch.Tensor:
+        """Hidden states [1, 1, H], before the final norm, of `token` at `position`."""
+
+    def keep(self, states: list[torch.Tensor]) -> ExitStates | None:
+        """What verification can go on from."""
+        return None
+
+    def start(self, context: Context) -> None:
+        if self.draft_exit is not None:
+            self.draft_exit.start()
+
+    def propose(self, context: Context, limit: int) -> Draft:
+        model, position = context.model, context.position
+        tokens: list[int] = []
+        probs: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
+        last = context.tokens[-1]
+        self.limit = limit
+        while len(tokens) < limit:
+            hidden = self.run(context, last, position + len(tokens))
+            logits = model.head(hidden)
+            last, distribution = context.sampler.draw(logits, [*context.tokens, *tokens])
+            tokens.append(last)
+            states.append(hidden)
+            if distribution is not None:
+                probs.append(distribution)
+            if last in context.end_ids:
+                break
+            if self.draft_exit is not None and self.draft_exit.stops(confidence(logits, last)):
+                break
+        return Draft(tokens, torch.stack(probs) if probs else None, self.keep(states))
+
+    def observe(self, context: Context, outcome: Round) -> None:
+        if self.draft_exit is not None and outcome.drafted and self.limit == context.num_speculations:
+            self.draft_exit.observe(outcome.drafted, outcome.accepted, self.limit)
+
+    def columns(self) -> dict[str, float]:
+        return {} if self.draft_exit is None else {"draft_exit_threshold": self.draft_exit.threshold}
+
+
+class EarlyExitDrafter(LayersDrafter):
+    """Runs layers 0..exit_layer-1 (LayerSkip, arXiv 2404.16710, section 4.3).
+
+    Keys and values of these layers stay in the cache, and the hidden states that leave them are handed on, so that
+    verification runs only the layers from `exit_layer` on.
+    """
+
+    def __init__(self, exit_layer: int, draft_exit: DraftExit | None = None):
+        super().__init__(draft_exit)
+        self.exit_layer = exit_layer
+
+    def run(self, context: Context, token: int, position: int) -> torch.Tensor:
+        return context.model.run(context.model.ids([token]), context.cache, position, stop=self.exit_layer)
+
+    def keep(self, states: list[torch.Tensor]) -> ExitStates:
+        return ExitStates(self.exit_layer, torch.cat(states, dim=1))
+
+
+class SkipLayerDrafter(LayersDrafter):
+    """Runs all layers but the sub-layers in `skip` (Draft & Verify, arXiv 2309.08168).
+
+    It attends to the target's own keys and values of the past. What it writes itself is overwritten by verification.
+    `skip` may be changed between rounds.
+    """
+
+    def __init__(self, skip: SkipSet, draft_exit: DraftExit | None = None):
+        super().__init__(draft_exit)
+        self.skip = skip
+
+    def run(self, context: Context, token: int, position: int) -> torch.Tensor:
+        return context.model.run(context.model.ids([token]), context.cache, position, skip=self.skip)
+
+
+def confidence(logits: torch.Tensor, token: int) -> float:
+    """The raw probability at temperature 1 of `token`, by logits [1, vocabulary]."""
+    logits = logits.float()
+    return float(torch.exp(logits[0, token] - logits[0].logsumexp(0)))

@@ -1,0 +1,83 @@
+"""Layers without their attention or their MLP (Draft & Verify, arXiv 2309.08168, section 3.2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import UsageError
+
+ATTENTION_NAMES = ("self_attn", "attention", "attn")
+MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
+
+
+@dataclass(frozen=True)
+class SkipSet:
+    """Layers whose attention, and layers whose MLP, a draft leaves out. Indices are 0-based."""
+
+    attn: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, attn: Collection[int] = (), mlp: Collection[int] = ()) -> SkipSet:
+        return cls(frozenset(attn), frozenset(mlp))
+
+    def __len__(self) -> int:
+        return len(self.attn) + len(self.mlp)
+
+    def check(self, num_layers: int) -> None:
+        """Raise `UsageError` unless the set fits a model of `num_layers` layers and leaves out some, not all."""
+        for name, ids in (("skip_attn_layers", self.attn), ("skip_mlp_layers", self.mlp)):
+            if beyond := sorted(index for index in ids if not 0 <= index < num_layers):
+                raise UsageError(
+                    f"--{name} {beyond[0]}: a model of {num_layers} layers has layers 0 to {num_layers - 1}"
+                )
+        if not len(self):
+            raise UsageError("--skip_attn_layers: the skip_layer drafter needs a sub-layer to skip; give "
+                             "--skip_attn_layers, --skip_mlp_layers or --skip_layers FILE")  # fmt: skip
+        if len(self) == 2 * num_layers:
+            raise UsageError("--skip_attn_layers: skipping every sub-layer leaves no draft")
+
+    def apply(self, layers: Sequence[nn.Module]) -> list[nn.Module]:
+        """The same layers, with views that share their parameters where something is left out."""
+        return [_without(layer, i in self.attn, i in self.mlp) for i, layer in enumerate(layers)]
+
+
+class PassBy(nn.Module):
+    """A layer of which nothing is left: hidden states leave as they came."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class NoAttention(nn.Module):
+    """Attention that adds nothing and leaves the cache alone."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+
+class NoMLP(nn.Module):
+    """An MLP that adds nothing."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+def _without(layer: nn.Module, attn: bool, mlp: bool) -> nn.Module:
+    if attn and mlp:
+        return PassBy()
+    if not (attn or mlp):
+        return layer
+    names, nothing = (ATTENTION_NAMES, NoAttention()) if attn else (MLP_NAMES, NoMLP())
+    name = next((name for name in names if name in layer._modules), None)
+    if name is None:
+        raise UsageError(f"--drafter skip_layer: {type(layer).__name__} has no sub-layer named {' or '.join(names)}")
+    view = copy.copy(layer)
+    view._modules = {**layer._modules, name: nothing}
+    return view
