@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from tests.folders import byte_tokenizer, tiny_llama
 
 from self_speculation.config import GenerationConfig, RunError, UsageError
 from self_speculation.drafters.draft_exit import AdaptiveDraftExit, make_draft_exit
 from self_speculation.generation import Generator
 from self_speculation.loading import Loaded
 from self_speculation.modeling import SelfSpeculativeModel, SkipSet
+from tests.folders import byte_tokenizer, tiny_llama
 
 PROMPT = "the quick brown fox"
 
