@@ -117,6 +117,7 @@ class GenerationConfig:
     no_repeat_ngram_size: int | None = flag(None, "no n-gram of this size occurs twice; 0 is off", unset=0)
     stop_words: list[str] | None = flag(None, "strings at which the text ends; more than one may be given")
     stop_token_ids: list[int] | None = flag(None, "token ids at which the text ends, beside the model's own")
+    ignore_eos: bool = flag(False, "do not end at an end-of-sequence id, so that texts have equal, full length")
     lookup_ngram: int = flag(3, "longest n-gram that prompt_lookup matches")
     skip_attn_layers: str | None = flag(None, "layers whose attention a draft skips, such as 3,5-8")
     skip_mlp_layers: str | None = flag(None, "layers whose MLP a draft skips")

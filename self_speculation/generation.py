@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from . import auto
 from .config import GenerationConfig, UsageError
 from .decoding import Decoded, DraftAlone, Observer, decode
 from .drafters import make_drafter, skip_set
@@ -45,7 +46,7 @@ class Generator:
         self.seed = seed
         if config.exit_layer != -1:
             loaded.model.check_exit_layer(config.exit_layer)
-        self.config = choose(config.resolved(), loaded.model.num_layers, notify)
+        self.config = choose(config.resolved(), loaded, notify)
         self.draft_alone = None
         if self.config.generation_strategy == "autoregressive":
             self.draft_alone = draft_alone(self.config, loaded)
@@ -57,7 +58,7 @@ class Generator:
         """Generate from a prompt, given as text or token ids."""
         config, loaded = self.config, self.loaded
         stopper = Stopper(
-            eos_ids=loaded.eos_ids,
+            eos_ids=() if config.ignore_eos else loaded.eos_ids,
             stop_ids=config.stop_token_ids or (),
             stop_strings=config.stop_words or (),
             budget=config.max_steps or 0,
@@ -101,8 +102,12 @@ class Generator:
         }
 
 
-def choose(config: GenerationConfig, num_layers: int, notify: Callable[[str], None]) -> GenerationConfig:
-    """Replace -1 by what the toolkit chooses, and complete the drafter."""
+def choose(config: GenerationConfig, loaded: Loaded, notify: Callable[[str], None]) -> GenerationConfig:
+    """Replace -1 by what the toolkit chooses, and complete the drafter.
+
+    Early exit is chosen by a prediction (`auto`); where it does not pay, `num_speculations` becomes 0, or the drafters
+    beside it are left to themselves.
+    """
     if config.generation_strategy == "autoregressive":
         if config.drafter not in (None, "early_exit", "skip_layer"):
             raise UsageError(
@@ -111,18 +116,32 @@ def choose(config: GenerationConfig, num_layers: int, notify: Callable[[str], No
             )
         return replace(config, num_speculations=-1)
     config = replace(config, drafter=config.drafter or ("skip_layer" if any(config.skipped()) else "early_exit"))
-    chosen: dict[str, Any] = {}
-    if config.exit_layer == -1 and "early_exit" in config.drafters():
-        chosen["exit_layer"] = max(1, num_layers // 4)
+    fixed_length = config.num_speculations != -1 or config.adaptive_draft_exit or "skip_layer" in config.drafters()
+    if config.num_speculations == 0:
+        return config
+    if "early_exit" in config.drafters() and (config.exit_layer == -1 or not fixed_length):
+        if fixed_length and config.num_speculations == -1:
+            config = replace(config, num_speculations=_fixed_speculations(config, notify))
+        cell = auto.choose_cell(loaded, config, notify)
+        if cell is not None:
+            return replace(config, exit_layer=cell.exit_layer, num_speculations=cell.num_speculations)
+        others = [part for part in config.drafters() if part != "early_exit"]
+        if not others:
+            return replace(config, num_speculations=0)
+        config = replace(config, drafter="+".join(others), exit_layer=-1)
     if config.num_speculations == -1:
-        chosen["num_speculations"] = (
-            ADAPTIVE_SPECULATIONS[config.draft_exit_rule]
-            if config.adaptive_draft_exit
-            else DEFAULT_SPECULATIONS[config.drafters()[0]]
-        )
-    if chosen:
-        notify("chose " + ", ".join(f"--{name} {value}" for name, value in chosen.items()))
-    return replace(config, **chosen)
+        config = replace(config, num_speculations=_fixed_speculations(config, notify))
+    return config
+
+
+def _fixed_speculations(config: GenerationConfig, notify: Callable[[str], None]) -> int:
+    number = (
+        ADAPTIVE_SPECULATIONS[config.draft_exit_rule]
+        if config.adaptive_draft_exit
+        else DEFAULT_SPECULATIONS[config.drafters()[0]]
+    )
+    notify(f"chose --num_speculations {number}")
+    return number
 
 
 def draft_alone(config: GenerationConfig, loaded: Loaded) -> DraftAlone | None:

@@ -1,0 +1,168 @@
+"""What `--exit_layer -1` and `--num_speculations -1` mean: the best cell of a prediction on a few built-in prompts.
+
+The first choice for a model takes a few seconds; what was found is kept for it, its dtype and its device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from . import distributed
+from .config import GenerationConfig
+from .costs import measure_costs, spread
+from .decoding import decode
+from .drafters.chain import NoDrafter
+from .loading import Loaded, cache_folder
+from .prediction import Rounds, simulate, trace
+from .sampling import Sampler, sample_seed
+from .stopping import Stopper
+
+VERSION = 1  # of what is kept
+PROMPTS = (
+    "Article: The harbour town of Wenlow has opened a bridge for walkers and cyclists, two years later than planned. "
+    "It joins the old market to the station and cost eleven million pounds. The mayor said that it would shorten the "
+    "way to school for four hundred children.\nSummary:",
+    'def moving_average(values, width):\n    """The mean of each `width` neighbouring numbers in a list."""\n',
+    "Question: How does a bicycle stay upright while it is moving?\n\nAnswer:",
+)
+EXITS = 10  # exit layers tried, spread over the model
+MOST_SPECULATIONS = 8
+SECONDS = 3.0  # about what writing the texts takes, within the bounds below; measuring costs takes as long again
+LEAST_TOKENS, MOST_TOKENS = 24, 64  # a text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One exit layer and number of speculations, as predicted. Times are in steps of autoregressive decoding."""
+
+    exit_layer: int
+    num_speculations: int
+    acceptance_rate: float
+    tokens_per_round: float
+    speedup: float
+    draft_step: float
+    verification: float
+    break_even: float
+
+
+def choose_cell(loaded: Loaded, config: GenerationConfig, notify: Callable[[str], None]) -> Cell | None:
+    """The cell to decode with, None when autoregressive decoding is faster; `notify` is told what and why.
+
+    Every process must come here; the first decides. What `config` fixes (either number) stays fixed.
+    """
+    distributed.join()
+    cells = distributed.on_main(lambda: _kept(loaded, config))
+    best = max(cells, key=lambda cell: cell.speedup)
+    costs = (
+        f"a draft costs {best.draft_step:.2f} and verifying {best.verification:.2f} steps of the whole model, "
+        f"acceptance is {best.acceptance_rate:.0%}, break-even at {best.break_even:.0%}"
+    )
+    cell = f"--exit_layer {best.exit_layer} --num_speculations {best.num_speculations}"
+    if best.speedup <= 1:
+        notify(
+            f"chose autoregressive decoding: early exit does not pay; the best cell tried, {cell}, would run at "
+            f"{best.speedup:.2f} x ({costs})"
+        )
+        return None
+    notify(f"chose {cell}: {best.speedup:.2f} x predicted ({costs})")
+    return best
+
+
+def _kept(loaded: Loaded, config: GenerationConfig) -> list[Cell]:
+    """The predicted cells, from the file kept for this model and these settings if there is one."""
+    model = loaded.model
+    exits = spread(1, model.num_layers - 1, EXITS) if config.exit_layer == -1 else (config.exit_layer,)
+    lengths = tuple(range(1, MOST_SPECULATIONS + 1))
+    if config.num_speculations != -1:
+        lengths = (config.num_speculations,)
+    path = cache_folder() / "auto" / f"{_fingerprint(loaded, config, exits, lengths)}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return [Cell(**cell) for cell in json.loads(path.read_text())["cells"]]
+    cells = predict(loaded, config, exits, lengths)
+    _keep(path, {"model": loaded.name, "cells": [asdict(cell) for cell in cells]})
+    return cells
+
+
+def predict(
+    loaded: Loaded, config: GenerationConfig, exits: Sequence[int], lengths: Sequence[int], seconds: float = SECONDS
+) -> list[Cell]:
+    """Predict every cell from texts that the target writes after the built-in prompts."""
+    model, most = loaded.model, max(lengths)
+    config = replace(config.resolved(), ignore_eos=True)
+    prompts = [loaded.encode(prompt) for prompt in PROMPTS]
+    room = model.max_positions - LEAST_TOKENS - most - 1
+    prompts = [prompt[: max(1, room)] for prompt in prompts]
+    started = time.perf_counter()
+    rounds = {(exit_layer, length): Rounds() for exit_layer in exits for length in lengths}
+    budget, tokens = LEAST_TOKENS, prompts[0]
+    for number, prompt in enumerate(prompts):
+        budget = max(1, min(budget, model.max_positions - len(prompt)))
+        sampler = Sampler(config, seed=sample_seed(0, number), device=model.device, vocab_limit=len(loaded.tokenizer))
+        stopper = Stopper(budget=budget)
+        decoded = decode(model, NoDrafter(), prompt, sampler=sampler, stopper=stopper)
+        found = trace(model, sampler, prompt, decoded, exits, budget=budget, most_speculations=most)
+        for (exit_layer, length), sums in rounds.items():
+            sums += simulate(found, exit_layer, length, seed=number)
+        tokens = [*prompt, *decoded.tokens]
+        left = (seconds - (time.perf_counter() - started)) / max(1, len(prompts) - number - 1)
+        speed = budget / max(1e-6, (time.perf_counter() - started) / (number + 1))
+        budget = max(LEAST_TOKENS, min(MOST_TOKENS, int(left * speed)))
+    measured = measure_costs(
+        model, sampler, tokens[: max(1, model.max_positions - most - 1)],
+        spread(min(exits), max(exits), 3), sorted({1, 2, (1 + most) // 2, most}), seconds=seconds,
+    )  # fmt: skip
+    return [
+        Cell(
+            exit_layer,
+            length,
+            sums.acceptance_rate or 0.0,
+            sums.tokens_per_round or 0.0,
+            sums.speedup(measured, exit_layer) or 0.0,
+            measured.draft_step(exit_layer) / measured.step,
+            measured.verification(exit_layer, length) / measured.step,
+            measured.break_even(exit_layer, length),
+        )
+        for (exit_layer, length), sums in rounds.items()
+    ]
+
+
+def _keep(path: Path, content: dict[str, object]) -> None:
+    """Write a file that may be read by others at any time; a folder that cannot be written is no reason to stop."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps(content, indent=1))
+        draft.replace(path)
+
+
+def _fingerprint(loaded: Loaded, config: GenerationConfig, exits: Sequence[int], lengths: Sequence[int]) -> str:
+    """What the prediction depends on: weights, dtype, device, settings, and what was tried."""
+    model = loaded.model
+    digest = hashlib.sha256()
+    for name, weight in model.hf_model.named_parameters():
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // 16)][:16].double().cpu()
+        digest.update(f"{name}{tuple(weight.shape)}{sample.tolist()}".encode())
+    cuda = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
+    settings = config.resolved()
+    sampling = None if settings.greedy else (
+        settings.temperature, settings.top_k, settings.top_p, settings.min_p
+    )  # fmt: skip
+    history = (settings.repetition_penalty, settings.no_repeat_ngram_size)
+    facts = (
+        VERSION, str(model.dtype), model.device.type, cuda, platform.machine(), platform.node(), os.cpu_count(),
+        torch.get_num_threads(), torch.__version__, transformers.__version__, sampling, history, tuple(exits),
+        tuple(lengths), model.hf_model.config.to_json_string(),
+    )  # fmt: skip
+    digest.update(repr(facts).encode())
+    return digest.hexdigest()[:20]
