@@ -1,0 +1,84 @@
+"""A model whose logits are looked up in tables, in place of `SelfSpeculativeModel`: exact, fast, and easy to oppose.
+
+Hidden states are logits. Part of the layers gives the draft's table, all of them give the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+VOCAB = 16
+UNLIKELY = -60.0
+
+Table = Callable[[Sequence[int]], torch.Tensor]  # tokens so far -> logits [vocabulary] of the next
+
+
+@dataclass
+class TableCache:
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass
+class TableModel:
+    """The methods of `SelfSpeculativeModel` that decoding and drafters use."""
+
+    target: Table
+    draft: Table
+    max_positions: int = 1 << 20
+    num_layers: int = 4
+    vocab_size: int = VOCAB
+    device: torch.device = torch.device("cpu")
+
+    def check_exit_layer(self, exit_layer: int) -> None:
+        assert 1 <= exit_layer < self.num_layers
+
+    def new_cache(self, capacity: int) -> Any:
+        return TableCache()
+
+    def ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(tokens)])
+
+    def run(
+        self, input_ids: torch.Tensor, cache: Any, position: int, start: int = 0, stop: int | None = None,
+        hidden: torch.Tensor | None = None, skip: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        table = self.target if stop is None and skip is None else self.draft
+        assert len(cache.tokens) >= position, "positions must not be left out"
+        cache.tokens[position:] = input_ids[0].tolist()
+        rows = [table(cache.tokens[: position + i + 1]) for i in range(input_ids.shape[1])]
+        return torch.stack(rows)[None]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[0]
+
+    def prefill(self, input_ids: torch.Tensor, cache: Any, stop: int | None = None, skip: Any = None) -> torch.Tensor:
+        return self.head(self.run(input_ids, cache, 0, stop=stop, skip=skip)[:, -1:])
+
+    def verify(self, input_ids: torch.Tensor, cache: Any, position: int, kept: Any = None) -> torch.Tensor:
+        if kept is not None:
+            assert 1 <= kept.hidden.shape[1] <= input_ids.shape[1]
+        return self.head(self.run(input_ids, cache, position))
+
+
+def random_tables(seed: int = 0, support: int = 3) -> tuple[Table, Table]:
+    """Target and draft that look at the last two tokens.
+
+    Each gives `support` tokens of 16 a real chance; the draft shares all but one of them, with other probabilities.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tables = torch.full((2, VOCAB, VOCAB, VOCAB), UNLIKELY, dtype=torch.float64)
+    for first in range(VOCAB):
+        for second in range(VOCAB):
+            likely = torch.randperm(VOCAB, generator=generator)[: support + 1]
+            for table, ids in ((0, likely[:-1]), (1, likely[1:])):
+                logits = torch.randn(support, generator=generator, dtype=torch.float64)
+                tables[table, first, second, ids] = logits + (second % 3)  # positive and negative: penalties differ
+
+    def look_up(table: torch.Tensor) -> Table:
+        return lambda tokens: table[tokens[-2] if len(tokens) > 1 else 0, tokens[-1]]
+
+    return look_up(tables[0]), look_up(tables[1])
