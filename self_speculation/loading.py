@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from . import distributed
 from .config import ModelConfig, RunError, UsageError
 from .modeling import SelfSpeculativeModel
-from .stopping import end_ids
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -104,6 +103,13 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
         if "device_map" not in extra:
             model.to(device)
     return Loaded(name, SelfSpeculativeModel(model), tokenizer)
+
+
+def end_ids(generation_eos: int | Iterable[int] | None, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation config's, else the tokenizer's."""
+    if generation_eos is None:
+        return () if tokenizer_eos is None else (tokenizer_eos,)
+    return (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos)
 
 
 def locate(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 Decode = Callable[[list[int]], str]
 
@@ -92,10 +92,3 @@ class Stopper:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def end_ids(generation_eos: int | Iterable[int] | None, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation config's, else the tokenizer's."""
-    if generation_eos is None:
-        return () if tokenizer_eos is None else (tokenizer_eos,)
-    return (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos)

@@ -12,8 +12,8 @@ from table_model import VOCAB, TableModel
 
 from self_speculation.config import GenerationConfig
 from self_speculation.generation import Generator
-from self_speculation.loading import Loaded
-from self_speculation.stopping import Stopper, end_ids
+from self_speculation.loading import Loaded, end_ids
+from self_speculation.stopping import Stopper
 
 
 def letters(tokens):
