@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from ..config import RunError
@@ -62,6 +63,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any, dtype: torch.dtype) -> 
     model.config.use_cache = True
     if model.config._attn_implementation not in ("eager", "sdpa"):
         model.set_attn_implementation("sdpa")
+    transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / ".written") as draft:
         model.save_pretrained(draft)

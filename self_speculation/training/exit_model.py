@@ -24,7 +24,8 @@ class ExitModel(nn.Module):
     def __init__(self, model: PreTrainedModel, compiled: bool = False):
         super().__init__()
         self.model = model
-        self.backbone = Backbone(model)
+        with torch.no_grad():
+            self.backbone = Backbone(model)
         self.layers = self.backbone.layers
         self.loss_of = torch.compile(exit_loss, dynamic=False) if compiled else exit_loss
         if compiled:
@@ -95,10 +96,11 @@ def exit_loss(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor 
         teacher: [B, T, V] logits of the last layer, without gradient; None for the data alone.
         mix: weight of the teacher, 0 to 1.
     """
-    logits = logits.float().flatten(0, 1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(wide).flatten(0, 1)
     if teacher is None:
         return F.cross_entropy(logits, labels.flatten())
-    wanted = mix * torch.softmax(teacher.float().flatten(0, 1), -1)
+    wanted = mix * torch.softmax(teacher.to(wide).flatten(0, 1), -1)
     log_p = torch.log_softmax(logits, -1)
     soft = -(wanted * log_p).sum(-1).mean()
     return soft + (1 - mix) * F.nll_loss(log_p, labels.flatten()) if mix < 1 else soft

@@ -49,19 +49,19 @@ def layerskip(train: TrainConfig, data: DataConfig, model: ModelConfig, run: Run
         )  # fmt: skip
         trainer.resume()
         trainer.run()
-        distributed.on_main(lambda: finish(trainer, tokenizer, log, names))
+        finish(trainer, tokenizer, log, names)
     finally:
         log.finish()
     cli.note(f"losses in {log.path}")
 
 
 def finish(trainer: Trainer, tokenizer: Any, log: RunLog, names: Row) -> None:
-    """Measure the exits of the trained model and save it (main process)."""
-    rows = trainer.evaluate()
-    log.write({**names, "step": trainer.steps, "split": "held_out", "steps": trainer.steps, **held_out_row(rows)})
+    """Measure the exits of the trained model and save it. The main process does the work."""
+    rows = distributed.on_main(trainer.evaluate)
+    trainer.write_row(trainer.steps, "held_out", held_out_row(rows))
     write_exits(log, rows, names, "exits")
     folder = Path(trainer.config.save_model or log.stem / "model")
-    save_model(folder, trainer.model.model, tokenizer, torch.bfloat16)
+    distributed.on_main(lambda: save_model(folder, trainer.model.model, tokenizer, torch.bfloat16))
     cli.note(f"model in {folder}")
 
 
@@ -82,12 +82,13 @@ def evaluate(train: TrainConfig, data: DataConfig, model: ModelConfig, run: RunC
 def write_exits(log: RunLog, rows: list[Row], names: Row, suffix: str = "") -> None:
     """The exits' figures as a table on the terminal, a CSV and a PNG."""
     table = log.table(suffix, EXIT_COLUMNS, key="exit_layer") if suffix else log
-    for row in rows:
-        table.write({**names, **row})
     picture = table.path.with_suffix(".png")
-    plot_exits(picture, rows, str(names["model"]))
+    if distributed.is_main():
+        for row in rows:
+            table.write({**names, **row})
+        plot_exits(picture, rows, str(names["model"]))
+        print(exit_table(rows), flush=True)
     table.finish()
-    print(exit_table(rows), flush=True)
     cli.note(f"exits in {table.path} and {picture}")
 
 

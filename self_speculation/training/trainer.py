@@ -141,10 +141,10 @@ class Trainer:
         if step % config.log_every == 0 or step == self.steps:
             row = window.take()
             row["tokens_per_second"] = row.pop("per_second") * self.sequences * self.data.file.length
-            self._row(step, "train", row)
+            self.write_row(step, "train", row)
             bar.set_postfix(loss=f"{row['loss']:.3f}", tok_s=f"{row['tokens_per_second']:.0f}")
         if config.eval_every and step % config.eval_every == 0 and step < self.steps:
-            self._row(step, "held_out", held_out_row(self.evaluate()))
+            self.write_row(step, "held_out", held_out_row(self.evaluate()))
         stop = self._anyone_stopping()
         if stop or (config.save_every and (step % config.save_every == 0 or step == self.steps)):
             if distributed.is_main():
@@ -159,7 +159,8 @@ class Trainer:
             self.model, self.held_out, self.config.eval_sequences, self.config.batch_size, self.autocast
         )
 
-    def _row(self, step: int, split: str, row: Row) -> None:
+    def write_row(self, step: int, split: str, row: Row) -> None:
+        """A row of the losses table, after `step` steps."""
         tokens = step * self.sequences * self.data.file.length
         if distributed.is_main():
             self.write({"step": step, "split": split, "steps": self.steps, "tokens": tokens, **row})
