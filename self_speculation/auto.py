@@ -36,10 +36,10 @@ PROMPTS = (
     'def moving_average(values, width):\n    """The mean of each `width` neighbouring numbers in a list."""\n',
     "Question: How does a bicycle stay upright while it is moving?\n\nAnswer:",
 )
-EXITS = 10  # exit layers tried, spread over the model
+EXITS = 8  # exit layers tried, spread over the model
 MOST_SPECULATIONS = 8
-SECONDS = 3.0  # about what writing the texts takes, within the bounds below; measuring costs takes as long again
-LEAST_TOKENS, MOST_TOKENS = 24, 64  # a text
+SECONDS = 2.0  # about what writing the texts takes, within the bounds below; measuring costs takes as long again
+LEAST_TOKENS, MOST_TOKENS = 12, 64  # a text
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def predict(
         budget = max(LEAST_TOKENS, min(MOST_TOKENS, int(left * speed)))
     measured = measure_costs(
         model, sampler, tokens[: max(1, model.max_positions - most - 1)],
-        spread(min(exits), max(exits), 3), sorted({1, 2, (1 + most) // 2, most}), seconds=seconds,
+        (min(exits), max(exits)), sorted({1, 2, (1 + most) // 2, most}), seconds=seconds,
     )  # fmt: skip
     return [
         Cell(

@@ -65,7 +65,7 @@ def run(main: Callable[..., int | None], configs: Sequence[type], argv: Sequence
     except (UsageError, RunError) as error:
         if debug:
             raise
-        _print_error(str(error))
+        _print_error(str(error), error)
         code = 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,7 +73,7 @@ def run(main: Callable[..., int | None], configs: Sequence[type], argv: Sequence
     except Exception as error:  # anything else is a fault of ours, still one line unless --debug
         if debug:
             raise
-        _print_error(f"{type(error).__name__}: {error} (--debug shows where)")
+        _print_error(f"{type(error).__name__}: {error} (--debug shows where)", error)
         code = 1
     finally:
         distributed.leave()
@@ -93,9 +93,11 @@ def given_flags(config: Any, argv: Sequence[str] | None = None) -> set[str]:
     return {field.name for field in fields(config) if field.name in written or f"no_{field.name}" in written}
 
 
-def _print_error(message: str) -> None:
-    if distributed.is_main():
-        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+def _print_error(message: str, error: Exception) -> None:
+    failed_rank = getattr(error, "failed_rank", 0)
+    if distributed.is_main() or failed_rank:
+        where = f"process {failed_rank}: " if failed_rank else ""
+        print(f"error: {where}{' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _set_up_signals() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 
 import numpy as np
 import torch
 
-from .drafters import Context, Draft
+from .drafters.base import Context
 from .drafters.layers import EarlyExitDrafter
-from .modeling import SelfSpeculativeModel
+from .modeling import ExitStates, SelfSpeculativeModel
 from .sampling import Sampler
 from .stats import now
+
+DRAFTS = 2  # tokens drafted in a row to time a draft step
+QUANTILE = 0.25  # of repeated times: what other programs do to the clock only ever adds
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Costs:
 
     Attributes:
         step: one token of autoregressive decoding.
-        head: final norm and LM head on one token (part of the others).
+        head: final norm and LM head on one token (part of all others).
         exits, lengths: where the others were measured.
         draft: [exits] one drafted token.
         verify: [exits][lengths] verifying a draft of that length, given the states that drafting kept.
@@ -74,54 +77,70 @@ def measure_costs(
     lengths: Sequence[int],
     *,
     seconds: float = 5.0,
-    most_repeats: int = 9,
+    least_repeats: int = 3,
+    most_repeats: int = 15,
 ) -> Costs:
-    """Time real rounds after `tokens`, all kinds in turn so that drift hits them alike; medians count.
+    """Time steps, drafts and verifications after `tokens`, all in turn so that drift hits them alike.
 
     Args:
         tokens: the text before the round; as long as those that will be decoded.
         exits, lengths: exit layers and draft lengths to measure; cells between them are interpolated.
-        seconds: about how long to go on once every kind was run three times.
+        seconds: about how long to go on once everything was timed `least_repeats` times.
     """
     exits, lengths = sorted(set(exits)), sorted(set(lengths) - {0})
-    context = Context(model, model.new_cache(len(tokens) + max(lengths) + 1), sampler, list(tokens))
+    most = max(lengths)
+    context = Context(model, model.new_cache(len(tokens) + most + 1), sampler, list(tokens), (), most)
     model.prefill(model.ids(tokens), context.cache)
-    kinds: list[tuple[int, int]] = [(0, 0), *((e, k) for e in exits for k in lengths)]
-    times: dict[tuple[int, int], list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
-    for kind in kinds[: 1 + len(lengths)]:  # warm-up
-        _time_round(context, *kind)
-    started = now(model.device)
+    calls = _calls(context, exits, lengths)
+    for call in (calls[kind] for kind in list(calls)[: 2 + len(lengths)]):
+        call()  # warm-up
+    times: dict[tuple[str, int, int], list[float]] = {kind: [] for kind in calls}
+    begun = now(model.device)
     for repeat in range(most_repeats):
-        if repeat >= 3 and (now(model.device) - started) / repeat * (repeat + 1) > seconds:
+        if repeat >= least_repeats and (now(model.device) - begun) / repeat * (repeat + 1) > seconds:
             break
-        for kind in kinds:
-            times[kind].append(_time_round(context, *kind))
-    part = {kind: [median(values) for values in zip(*rows, strict=True)] for kind, rows in times.items()}
+        for kind, call in calls.items():
+            started = now(model.device)
+            call()
+            times[kind].append(now(model.device) - started)
+    part = {kind: float(np.quantile(values, QUANTILE)) for kind, values in times.items()}
     return Costs(
-        step=part[0, 0][1],
-        head=part[0, 0][2],
+        step=part["step", 0, 0],
+        head=part["head", 0, 0],
         exits=tuple(exits),
         lengths=tuple(lengths),
-        draft=tuple(median(part[e, k][0] / k for k in lengths) for e in exits),
-        verify=tuple(tuple(part[e, k][1] for k in lengths) for e in exits),
+        draft=tuple(part["draft", e, DRAFTS] / DRAFTS for e in exits),
+        verify=tuple(tuple(part["verify", e, k] for k in lengths) for e in exits),
         context=len(tokens),
     )
 
 
-def _time_round(context: Context, exit_layer: int, length: int) -> tuple[float, float, float]:
-    """Seconds of drafting, of verifying and, without a draft, of the head alone."""
-    model, device = context.model, context.model.device
-    started = now(device)
-    draft = EarlyExitDrafter(exit_layer).propose(context, length) if length else Draft()
-    drafted = now(device)
-    block = model.ids([context.tokens[-1], *draft.tokens])
-    logits = model.verify(block, context.cache, context.position, draft.kept)
-    context.sampler.verify(logits, context.tokens, draft.tokens, draft.probs)
-    verified = now(device)
-    head = 0.0
-    if not length:
-        hidden = torch.zeros(1, 1, model.backbone.config.hidden_size, device=device, dtype=model.dtype)
-        begun = now(device)
-        model.head(hidden)
-        head = now(device) - begun
-    return drafted - started, verified - drafted, head
+def _calls(
+    context: Context, exits: Sequence[int], lengths: Sequence[int]
+) -> dict[tuple[str, int, int], Callable[[], object]]:
+    """What is timed: (part, exit layer, length) -> a call that does it as the decoding loop does."""
+    model, sampler, position = context.model, context.sampler, context.position
+    filler = [context.tokens[i % len(context.tokens)] for i in range(max(lengths))]
+
+    def verify(drafts: list[int], probs: torch.Tensor | None, kept: ExitStates | None) -> None:
+        block = model.ids([context.tokens[-1], *drafts])
+        sampler.verify(model.verify(block, context.cache, position, kept), context.tokens, drafts, probs)
+
+    states = model.run(model.ids(context.tokens[-1:]), context.cache, position)
+    calls: dict[tuple[str, int, int], Callable[[], object]] = {
+        ("step", 0, 0): partial(verify, [], None, None),
+        ("head", 0, 0): partial(model.head, states),
+    }
+    for exit_layer in exits:
+        drafter = EarlyExitDrafter(exit_layer)
+        calls["draft", exit_layer, DRAFTS] = partial(drafter.propose, context, DRAFTS)
+        block = model.ids([context.tokens[-1], *filler[:-1]])
+        hidden = model.run(block, context.cache, position, stop=exit_layer)
+        probs = None
+        if not sampler.greedy:
+            probs = model.head(hidden).float().softmax(-1)
+        for length in lengths:
+            kept = ExitStates(exit_layer, hidden[:, :length])
+            few = None if probs is None else probs[:length]
+            calls["verify", exit_layer, length] = partial(verify, filler[:length], few, kept)
+    return calls

@@ -5,8 +5,9 @@ Nothing here imports torch until several processes really have to meet.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -101,3 +102,13 @@ def on_main(compute: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return value  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def own_work() -> Iterator[None]:
+    """Work on this process's own share: an error in it is this process's alone, so it is the one to report it."""
+    try:
+        yield
+    except Exception as error:
+        error.failed_rank = rank()  # type: ignore[attr-defined]
+        raise

@@ -1,0 +1,247 @@
+"""Decoding a data set by one or more strategies side by side, and what comes of it: rows, pooled rows and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from . import datasets, distributed, metrics
+from .config import GenerationConfig
+from .costs import Costs, measure_costs
+from .datasets import DataConfig, Example
+from .decoding import Decoded
+from .generation import Generator
+from .loading import Loaded
+from .records import SAMPLE_COLUMNS, RunLog
+from .sampling import Sampler
+from .strategies import AUTOREGRESSIVE, Strategy
+
+Row = dict[str, Any]
+
+WARM_UP_STEPS = 8
+KEY = ("sample_id", "strategy")
+NOT_POOLED = ("first_difference", "top2_gap")  # columns beyond the fixed ones whose mean means nothing
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt ready for the model."""
+
+    number: int
+    example: Example
+    ids: list[int]
+    note: str
+
+    @property
+    def id(self) -> str:
+        return self.example.id
+
+
+def read_examples(data: DataConfig, seed: int, notify: Callable[[str], None]) -> list[Example]:
+    """The examples, read by the main process only."""
+    examples, notes = distributed.on_main(lambda: datasets.load(data, seed))
+    for text in notes:
+        notify(text)
+    return examples
+
+
+def prepare(loaded: Loaded, examples: Sequence[Example], max_steps: int) -> list[Sample]:
+    """Prompts as token ids, through the chat template where example and tokenizer have one; too long ones are cut.
+
+    Raises:
+        UsageError: `max_steps` leaves no position for a prompt.
+    """
+    samples = []
+    for number, example in enumerate(examples):
+        chat = example.messages is not None and bool(loaded.tokenizer.chat_template)
+        ids = loaded.encode_chat(example.messages or []) if chat else loaded.encode(example.prompt)
+        ids, note = datasets.fit(ids, loaded.model.max_positions, max_steps, loaded.tokenizer.bos_token_id)
+        samples.append(Sample(number, example, ids, note))
+    return samples
+
+
+def measure(
+    loaded: Loaded,
+    strategies: Sequence[Strategy],
+    samples: Sequence[Sample],
+    log: RunLog,
+    *,
+    dataset: DataConfig,
+    score: Callable[[str, Example], Row] = lambda text, example: {},
+    identity: bool = True,
+    again: bool = False,
+) -> None:
+    """Decode every sample by every strategy and write the rows.
+
+    Sample by sample all strategies take their turn, in an order that rotates, so that drift hits all alike. A sample's
+    rows are written together. Rows that `log` has already are skipped; with `identity`, a sample of which one is
+    missing is done anew.
+
+    Args:
+        samples, strategies: this process's share.
+        identity: compare greedy texts with those of the autoregressive strategy.
+        again: decode also what `log` has.
+    """
+    todo = []
+    for sample in samples:
+        missing = [s for s in strategies if again or (str(sample.id), s.name) not in log.done]
+        if missing:
+            todo.append((sample, strategies if identity else missing))
+    if todo:
+        for strategy in strategies:
+            steps = min(WARM_UP_STEPS, strategy.generator.config.max_steps or 1)
+            _decode(strategy.with_steps(loaded, steps), todo[0][0])
+    with tqdm(total=sum(len(turn) for _, turn in todo), unit="text", disable=not distributed.is_main()) as bar:
+        for sample, turn in todo:
+            first = sample.number % len(turn)
+            texts: dict[str, Decoded] = {}
+            for strategy in [*turn[first:], *turn[:first]]:
+                texts[strategy.name] = _decode(strategy.generator, sample)
+                bar.update()
+            reference = texts.get(AUTOREGRESSIVE) if identity and len(turn) > 1 else None
+            for strategy in turn:
+                decoded = texts[strategy.name]
+                row = sample_row(strategy, sample, decoded, dataset)
+                if reference is not None and strategy.generator.config.greedy:
+                    row |= compare(loaded, sample.ids, reference.tokens, decoded.tokens)
+                row |= score(decoded.text, sample.example)
+                log.write(row, prediction=decoded.text, reference=sample.example.reference, tokens=decoded.tokens)
+
+
+def _decode(generator: Any, sample: Sample) -> Decoded:
+    decoded = generator(sample.ids, sample_id=sample.id)
+    if decoded.stop_reason == "interrupted":
+        raise KeyboardInterrupt
+    return decoded
+
+
+def sample_row(strategy: Strategy, sample: Sample, decoded: Decoded, dataset: DataConfig) -> Row:
+    """One sample's row, without metrics of its text."""
+    return {
+        "dataset": dataset.dataset,
+        "n_shot": dataset.n_shot,
+        "sample_id": sample.id,
+        **strategy.generator.columns(),
+        **decoded.stats.row(),
+        "stop_reason": decoded.stop_reason,
+        "note": sample.note or None,
+        "strategy": strategy.name,
+        "repeated_4grams": metrics.repeated_4grams(decoded.tokens),
+    }
+
+
+@torch.inference_mode()
+def compare(loaded: Loaded, prompt: Sequence[int], expected: Sequence[int], tokens: Sequence[int]) -> Row:
+    """Whether two greedy texts are the same, else where they part and how close the target's two best logits are."""
+    if list(expected) == list(tokens):
+        return {"identical": True}
+    pairs = zip(expected, tokens, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(tokens)))
+    ids = [*prompt, *expected[:place]]
+    model = loaded.model
+    best = model.prefill(model.ids(ids), model.new_cache(len(ids)))[0].float().topk(2).values
+    return {"identical": False, "first_difference": place, "top2_gap": float(best[0] - best[1])}
+
+
+def summarize(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
+    """One pooled row a strategy, in the columns of runs.csv; `metrics` also says the strategy and its speed-up."""
+    by_name: dict[str, list[Row]] = {name: [] for name in names}
+    for row in rows:
+        by_name.setdefault(row["strategy"], []).append(row)
+    plain = {row["sample_id"]: row.get("tokens_per_second") for row in by_name.get(AUTOREGRESSIVE, [])}
+    pools = {name: metrics.pooled(group, SAMPLE_COLUMNS) for name, group in by_name.items() if group}
+    summary = []
+    for name, pool in pools.items():
+        pairs = [(row.get("tokens_per_second"), plain.get(row["sample_id"])) for row in by_name[name]]
+        ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
+        if AUTOREGRESSIVE in pools and len(pools) > 1:
+            base = pools[AUTOREGRESSIVE]["tokens_per_second"]
+            speedups = {
+                "speedup": metrics.ratio(pool["tokens_per_second"], base),
+                "speedup_median": median(ratios) if ratios else None,
+            }
+        else:
+            speedups = {}
+        found = {key: value for key, value in pool["metrics"].items() if key not in NOT_POOLED}
+        pool["metrics"] = {"strategy": name, **speedups, **found}
+        summary.append({key: value for key, value in pool.items() if value is not None})
+    return summary
+
+
+def table(summary: Sequence[Row]) -> str:
+    """The summary for reading: speed and, where texts have references, quality."""
+    of = [(pool, pool["metrics"]) for pool in summary]
+    strategies = [found["strategy"] for _, found in of]
+    speed = {
+        "strategy": (strategies, ""),
+        "exit": ([pool.get("exit_layer") for pool, _ in of], ""),
+        "K": ([pool.get("num_speculations") for pool, _ in of], ""),
+        "tokens/s": ([pool.get("tokens_per_second") for pool, _ in of], ".1f"),
+        "speed-up": ([found.get("speedup") for _, found in of], ".2f"),
+        "median": ([found.get("speedup_median") for _, found in of], ".2f"),
+        "acceptance": ([pool.get("acceptance_rate") for pool, _ in of], ".1%"),
+        "tokens/round": ([pool.get("tokens_per_round") for pool, _ in of], ".2f"),
+        "p50 s/token": ([found.get("time_per_token_p50") for _, found in of], ".4f"),
+        "p90": ([found.get("time_per_token_p90") for _, found in of], ".4f"),
+        "identical": ([found.get("identical") for _, found in of], ".0%"),
+        "repeated": ([found.get("repeated_4grams") for _, found in of], ".0%"),
+    }
+    names = (*metrics.ROUGE, "bleu", "exact_match", "edit_similarity", "answer_match", "pass_at_1")
+    quality = {name: ([found.get(name) for _, found in of], ".1f" if name == "bleu" else ".3f") for name in names}
+    tables = [speed]
+    if any(value is not None for values, _ in quality.values() for value in values):
+        tables.append({"strategy": (strategies, ""), **quality})
+    return "\n\n".join(map(_columns, tables))
+
+
+def _columns(columns: dict[str, tuple[list[Any], str]]) -> str:
+    """Columns (title -> values and how to write them) side by side, empty ones left out."""
+    shown = {
+        title: ["" if value is None else format(value, form) for value in values]
+        for title, (values, form) in columns.items()
+        if any(value is not None for value in values)
+    }
+    widths = [max(map(len, (title, *cells))) for title, cells in shown.items()]
+    lines = [list(shown), *map(list, zip(*shown.values(), strict=True))]
+    first, rest = widths[0], widths[1:]
+    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], rest)]) for line in lines)
+
+
+def explain(loaded: Loaded, strategy: Strategy, sample: Sample, pool: Row) -> list[str]:
+    """What an early-exit strategy's rounds cost and what acceptance would pay for them; [] for other strategies.
+
+    The costs are measured on the spot, on the sample's prompt.
+    """
+    generator, rate = strategy.generator, pool.get("acceptance_rate")
+    if not isinstance(generator, Generator) or generator.config.drafter != "early_exit" or rate is None:
+        return []
+    exit_layer, length = generator.config.exit_layer, generator.config.num_speculations
+    costs = round_costs(loaded, generator.config, sample.ids, [exit_layer], [length])
+    draft, verify = costs.draft_step(exit_layer), costs.verification(exit_layer, length)
+    even = costs.break_even(exit_layer, length)
+    lines = [
+        f"{strategy.name}: a step of the whole model takes {1e3 * costs.step:.1f} ms, a draft step {1e3 * draft:.1f} "
+        f"ms, verifying {length} drafts {1e3 * verify:.1f} ms; acceptance {rate:.1%}, break-even {even:.1%}"
+    ]
+    if rate < even:
+        lines.append(
+            f"warning: {strategy.name}: acceptance is below break-even, so this is slower than autoregressive "
+            "decoding; use a model trained for early exit, another --exit_layer, or fewer --num_speculations"
+        )
+    return lines
+
+
+def round_costs(
+    loaded: Loaded, config: GenerationConfig, ids: Sequence[int], exits: Sequence[int], lengths: Sequence[int],
+    seconds: float = 2.0,
+) -> Costs:  # fmt: skip
+    """Measured costs after the prompt `ids`, shortened where the model's positions leave no room for a draft."""
+    model = loaded.model
+    sampler = Sampler(config, device=model.device, vocab_limit=len(loaded.tokenizer))
+    room = max(1, model.max_positions - max(lengths) - 1)
+    return measure_costs(model, sampler, list(ids)[:room], exits, lengths, seconds=seconds)

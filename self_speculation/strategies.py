@@ -1,0 +1,126 @@
+"""Names such as `early_exit:exit_layer=4:num_speculations=3` -> generators, for comparing ways of decoding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+from .config import DRAFTERS, GenerationConfig, UsageError, parse_key_values, require
+from .decoding import Decoded
+from .generation import DEFAULT_SPECULATIONS, Generator
+from .loading import Loaded
+from .peers import PEERS, PeerGenerator
+
+AUTOREGRESSIVE = "autoregressive"
+_LIST = re.compile(r",(?=\s*[a-z])")  # not the commas of a list of layers
+
+
+class Answers(Protocol):
+    """What a strategy can do: `generation.Generator` and `peers.PeerGenerator`."""
+
+    config: GenerationConfig
+
+    def __call__(self, prompt: Any, *, sample_id: object = 0) -> Decoded: ...
+
+    def columns(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way of decoding, under the name it was asked for by."""
+
+    name: str
+    generator: Answers
+
+    def with_steps(self, loaded: Loaded, max_steps: int) -> Answers:
+        """The same with another budget, for warming up."""
+        config = replace(self.generator.config, max_steps=max_steps)
+        if isinstance(self.generator, PeerGenerator):
+            return PeerGenerator(self.generator.name, loaded, config)
+        return Generator(loaded, config)
+
+
+def parse_strategies(text: str, base: GenerationConfig) -> dict[str, tuple[str, GenerationConfig]]:
+    """`A,B:setting=value,...` as name -> (kind, settings): kind is autoregressive, a drafter, a chain or a peer.
+
+    Each starts from the settings in `base`. Autoregressive decoding, which the others are compared with, is put in
+    front when it is not named.
+
+    Raises:
+        UsageError: an unknown strategy or setting, or one named twice.
+    """
+    names = [name.strip() for name in _LIST.split(text)]
+    if AUTOREGRESSIVE not in names:
+        names.insert(0, AUTOREGRESSIVE)
+    require(len(set(names)) == len(names), "compare", text, "each strategy can be named once")
+    return {name: _parse(name, base) for name in names}
+
+
+def _parse(name: str, base: GenerationConfig) -> tuple[str, GenerationConfig]:
+    kind, *settings = name.split(":")
+    known = kind == AUTOREGRESSIVE or kind in PEERS or all(part in DRAFTERS for part in kind.split("+"))
+    allowed = (
+        f"choose from {', '.join((AUTOREGRESSIVE, *DRAFTERS, *PEERS))}, or a chain such as prompt_lookup+early_exit"
+    )
+    require(known, "compare", name, allowed)
+    values: dict[str, Any] = {}
+    for setting in settings:
+        values |= parse_key_values("compare", setting)
+    unknown = sorted(set(values) - {field.name for field in fields(base)})
+    require(not unknown, "compare", name, f"there is no setting {unknown[0] if unknown else ''}")
+    for field in fields(base):
+        if field.name in values and str(field.type).startswith("str"):
+            values[field.name] = str(values[field.name])
+    plain: dict[str, Any] = {}
+    if kind in (AUTOREGRESSIVE, "prompt_lookup"):
+        plain |= {"exit_layer": -1}
+    if kind in (AUTOREGRESSIVE, *PEERS) or "skip_layer" not in kind:
+        plain |= {"skip_attn_layers": None, "skip_mlp_layers": None, "skip_layers": None}
+    if kind in (AUTOREGRESSIVE, "prompt_lookup", *PEERS):
+        plain |= {"adaptive_draft_exit": False, "draft_exit_threshold": None}
+    if kind == AUTOREGRESSIVE:
+        plain |= {"generation_strategy": AUTOREGRESSIVE, "drafter": None, "num_speculations": -1}
+    else:
+        plain |= {"generation_strategy": "self_speculative", "drafter": None if kind in PEERS else kind}
+    try:
+        return kind, replace(base, **{**plain, **values})
+    except TypeError:
+        raise UsageError(f"--compare {name}: a setting has a value of the wrong kind") from None
+
+
+def make_strategies(
+    loaded: Loaded,
+    parsed: dict[str, tuple[str, GenerationConfig]],
+    *,
+    seed: int,
+    notify: Callable[[str], None] = lambda message: None,
+) -> list[Strategy]:
+    """Build the generators. A peer takes what it leaves open from the first of ours that uses the same."""
+
+    def told(name: str) -> Callable[[str], None]:
+        return lambda text: notify(f"{name}: {text}")
+
+    ours = {
+        name: Generator(loaded, config, seed=seed, notify=told(name))
+        for name, (kind, config) in parsed.items()
+        if kind not in PEERS
+    }
+    made: list[Strategy] = []
+    for name, (kind, config) in parsed.items():
+        if kind not in PEERS:
+            made.append(Strategy(name, ours[name]))
+            continue
+        drafter = kind.removeprefix("hf_")
+        like = next(
+            (g.config for g in ours.values() if drafter in g.config.drafters() and g.config.num_speculations), None
+        )
+        exit_layer, length = config.exit_layer, config.num_speculations
+        if exit_layer == -1 and drafter == "early_exit":
+            exit_layer = like.exit_layer if like else max(1, loaded.model.num_layers // 4)
+        if length < 1:
+            length = like.num_speculations if like else DEFAULT_SPECULATIONS.get(drafter, 1)
+        config = replace(config, exit_layer=exit_layer, num_speculations=length)
+        made.append(Strategy(name, PeerGenerator(kind, loaded, config, seed=seed)))
+    return made
