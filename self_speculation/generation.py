@@ -53,9 +53,14 @@ class Generator:
         self.drafter = make_drafter(self.config, loaded.model)
 
     def __call__(
-        self, prompt: str | Sequence[int], *, sample_id: object = 0, observer: Observer | None = None
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sample_id: object = 0,
+        observer: Observer | None = None,
+        sampler: Sampler | None = None,
     ) -> Decoded:
-        """Generate from a prompt, given as text or token ids."""
+        """Generate from a prompt, given as text or token ids; `sampler` takes the place of the sample's own."""
         config, loaded = self.config, self.loaded
         stopper = Stopper(
             eos_ids=() if config.ignore_eos else loaded.eos_ids,
@@ -64,22 +69,22 @@ class Generator:
             budget=config.max_steps or 0,
             decode=loaded.decode,
         )
-        sampler = Sampler(
-            config,
-            seed=sample_seed(self.seed, sample_id),
-            device=loaded.model.device,
-            vocab_limit=len(loaded.tokenizer),
-        )
         return decode(
             loaded.model,
             self.drafter,
             loaded.encode(prompt) if isinstance(prompt, str) else prompt,
-            sampler=sampler,
+            sampler=sampler or self.sampler(sample_id),
             stopper=stopper,
             num_speculations=max(0, config.num_speculations),
             draft_alone=self.draft_alone,
             observer=observer,
         )
+
+    def sampler(self, sample_id: object = 0, kind: type[Sampler] = Sampler) -> Sampler:
+        """A sampler with the seed of this sample."""
+        model = self.loaded.model
+        seed = sample_seed(self.seed, sample_id)
+        return kind(self.config, seed=seed, device=model.device, vocab_limit=len(self.loaded.tokenizer))
 
     def columns(self) -> dict[str, Any]:
         """The settings as columns of a result row; those that do not apply are left out."""

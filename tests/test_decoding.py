@@ -1,10 +1,7 @@
 """The loop on hand-written logits and drafts, and what it leaves in the cache."""
 
 import pytest
-import tiny
 import torch
-from pairwise import pairwise
-from table_model import VOCAB, TableModel
 
 from self_speculation.config import RunError, UsageError
 from self_speculation.decoding import Observer
@@ -12,6 +9,9 @@ from self_speculation.drafters import Draft, Drafter
 from self_speculation.modeling import SelfSpeculativeModel
 from self_speculation.sampling import Sampler
 from self_speculation.stats import Round
+from tests import tiny
+from tests.pairwise import pairwise
+from tests.table_model import VOCAB, TableModel
 
 
 def counting(step: int):

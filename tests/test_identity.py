@@ -3,13 +3,13 @@
 from itertools import product
 
 import pytest
-import tiny
 import torch
-from pairwise import pairwise
 
 from self_speculation.config import DRAFTERS, RunError
 from self_speculation.decoding import DraftAlone
 from self_speculation.modeling import SelfSpeculativeModel, Unsupported
+from tests import tiny
+from tests.pairwise import pairwise
 
 EXITS = (1, tiny.LAYERS // 2, tiny.LAYERS - 1)
 SPECULATIONS = tuple(range(1, 9))

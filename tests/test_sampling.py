@@ -10,16 +10,16 @@ from functools import cache
 from itertools import product
 
 import pytest
-import tiny
 import torch
-from enumeration import distance, law
-from pairwise import pairwise
-from table_model import VOCAB, TableModel, random_tables
 
 from self_speculation import sampling
 from self_speculation.config import GenerationConfig, RunError
 from self_speculation.drafters import Draft, Drafter
 from self_speculation.sampling import Sampler, residual, sample_seed, speculative_sample
+from tests import tiny
+from tests.enumeration import distance, law
+from tests.pairwise import pairwise
+from tests.table_model import VOCAB, TableModel, random_tables
 
 BOUND = 1e-9
 PROMPT = (9, 3, 12, 3, 1, 7, 14, 10, 3, 7, 5, 3, 7)  # tokens with a past, so that looking them up finds something

@@ -4,16 +4,15 @@ import random
 from functools import cache
 from itertools import product
 
-import folders
 import pytest
-import tiny
 import torch
-from table_model import VOCAB, TableModel
 
 from self_speculation.config import GenerationConfig
 from self_speculation.generation import Generator
 from self_speculation.loading import Loaded, end_ids
 from self_speculation.stopping import Stopper
+from tests import folders, tiny
+from tests.table_model import VOCAB, TableModel
 
 
 def letters(tokens):

@@ -5,7 +5,6 @@ import random
 import re
 
 import pytest
-from test_stopping import byte_generator, prompt
 
 from self_speculation.config import STREAMERS
 from self_speculation.streaming import (
@@ -17,6 +16,7 @@ from self_speculation.streaming import (
     StandardStreamer,
     make_streamer,
 )
+from tests.test_stopping import byte_generator, prompt
 
 
 class Watched(io.StringIO):
