@@ -15,8 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = (
-    "autoregressive,early_exit:exit_layer={exit_layer},prompt_lookup,prompt_lookup+early_exit:exit_layer={exit_layer},"
-    "hf,hf_early_exit:exit_layer={exit_layer},hf_prompt_lookup"
+    "autoregressive,early_exit:exit_layer={exit_layer},prompt_lookup:num_speculations=10,"
+    "prompt_lookup+early_exit:exit_layer={exit_layer},"
+    "hf,hf_early_exit:exit_layer={exit_layer},hf_prompt_lookup:num_speculations=10"
 )
 MODELS = {  # short name -> exit layer, number of speculations
     "selfspec-16l": (4, 4),
