@@ -1,0 +1,162 @@
+"""The grid exit_layer x num_speculations: run on the same samples, or predicted and only its best cells run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from . import distributed, metrics
+from .benchmarking import Sample, measure, round_costs
+from .config import GenerationConfig, UsageError, require
+from .costs import spread
+from .datasets import DataConfig
+from .decoding import Decoded
+from .generation import Generator
+from .grid import PREDICTED_COLUMNS, Cell, Row, cell_name
+from .loading import Loaded
+from .prediction import Rounds, simulate, trace
+from .records import RunLog
+from .sampling import Sampler, sample_seed
+from .strategies import AUTOREGRESSIVE, Strategy
+
+ROUND_COLUMNS = (
+    "sample_id", "exit_layer", "num_speculations", "prompt_tokens", "decode_tokens", "rounds", "drafted", "accepted",
+    "rounds_by_length", "exact",
+)  # fmt: skip
+"""Predicted rounds of a sample in a cell; rounds_by_length counts rounds with 0, 1, 2, ... drafts."""
+
+
+def base_config(config: GenerationConfig) -> GenerationConfig:
+    """The generation settings that all cells share.
+
+    Raises:
+        UsageError: a setting that has no place in a sweep.
+    """
+    if config.drafter not in (None, "early_exit"):
+        raise UsageError(f"--drafter {config.drafter}: a sweep is over exit layers; choose early_exit")
+    for name in ("exit_layer", "num_speculations"):
+        value = getattr(config, name)
+        require(value == -1, name, value, f"a sweep sets it; give --{name}_first and --{name}_last")
+    return replace(config, generation_strategy="self_speculative", drafter="early_exit")
+
+
+def strategies(loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], seed: int) -> list[Strategy]:
+    """Autoregressive decoding, then each cell."""
+    plain = replace(
+        config, generation_strategy=AUTOREGRESSIVE, drafter=None, draft_exit_threshold=None, adaptive_draft_exit=False
+    )
+    made = [Strategy(AUTOREGRESSIVE, Generator(loaded, plain, seed=seed))]
+    for exit_layer, length in cells:
+        cell = replace(config, exit_layer=exit_layer, num_speculations=length)
+        made.append(Strategy(cell_name((exit_layer, length)), Generator(loaded, cell, seed=seed)))
+    return made
+
+
+def run_cells(
+    loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], samples: Sequence[Sample], log: RunLog,
+    data: DataConfig, seed: int,
+) -> list[Row]:  # fmt: skip
+    """Run autoregressive decoding and the cells, shared out over the processes; all sample rows, in the main one."""
+    made = strategies(loaded, config, cells, seed)
+    with distributed.own_work():
+        measure(loaded, distributed.share(made), samples, log, dataset=data, identity=False)
+    return log.finish(order=[(sample.id, strategy.name) for sample in samples for strategy in made])
+
+
+def cell_rows(rows: Sequence[Row], cells: Sequence[Cell], samples: int) -> list[Row]:
+    """The measured columns of the cells that were run on all samples, pooled over their rows."""
+    pools = {name: [row for row in rows if row["strategy"] == name] for name in {row["strategy"] for row in rows}}
+    plain = _speed(pools.get(AUTOREGRESSIVE, []))
+    found = []
+    for cell in cells:
+        group = pools.get(cell_name(cell), [])
+        row: Row = {"exit_layer": cell[0], "num_speculations": cell[1]}
+        if len(group) == samples:
+            seconds, tokens = _total(group, "decode_s"), _total(group, "decode_tokens")
+            row |= {
+                "acceptance_rate": metrics.ratio(_total(group, "accepted"), _total(group, "drafted")),
+                "tokens_per_round": metrics.ratio(tokens, _total(group, "rounds")),
+                "total_time": seconds / len(group),
+                "time_per_token": metrics.ratio(seconds, tokens),
+                "tokens_per_second": _speed(group),
+                "speedup": metrics.ratio(_speed(group), plain),
+            }
+        found.append(row)
+    return found
+
+
+def _total(rows: Sequence[Row], column: str) -> float:
+    return sum(row[column] or 0 for row in rows)
+
+
+def _speed(rows: Sequence[Row]) -> float | None:
+    return metrics.ratio(_total(rows, "decode_tokens"), _total(rows, "decode_s"))
+
+
+def predict_rounds(
+    loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], samples: Sequence[Sample], log: RunLog, seed: int
+) -> None:
+    """Decode this process's share of the samples autoregressively and write the rounds of every cell."""
+    config = config.resolved()
+    plain = strategies(loaded, config, [], seed)[0].generator
+    end_ids = {*(() if config.ignore_eos else loaded.eos_ids), *(config.stop_token_ids or ())}
+    exits, most = sorted({cell[0] for cell in cells}), max(cell[1] for cell in cells)
+    own = distributed.share(samples)
+    todo = [s for s in own if any((str(s.id), str(e), str(k)) not in log.done for e, k in cells)]
+    for sample in tqdm(todo, desc="predict", unit="text", disable=not distributed.is_main()):
+        decoded: Decoded = plain(sample.ids, sample_id=sample.id)
+        if decoded.stop_reason == "interrupted":
+            raise KeyboardInterrupt
+        sampler = Sampler(config, device=loaded.model.device, vocab_limit=len(loaded.tokenizer))
+        found = trace(
+            loaded.model, sampler, sample.ids, decoded, exits, budget=config.max_steps or 0, end_ids=end_ids,
+            most_speculations=most,
+        )  # fmt: skip
+        for exit_layer, length in cells:
+            rounds = simulate(found, exit_layer, length, seed=sample_seed(seed, sample.id))
+            by_length = [rounds.by_length[i] for i in range(most + 1)]
+            log.write({
+                "sample_id": sample.id, "exit_layer": exit_layer, "num_speculations": length,
+                "prompt_tokens": len(sample.ids), "decode_tokens": rounds.decode_tokens, "rounds": rounds.rounds,
+                "drafted": rounds.drafted, "accepted": rounds.accepted, "exact": found.exact,
+                "rounds_by_length": " ".join(map(str, by_length)),
+            })  # fmt: skip
+
+
+def predicted_cells(
+    loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], samples: Sequence[Sample], rows: Sequence[Row]
+) -> list[Row]:
+    """The predicted columns of every cell; the costs behind them are measured now."""
+    sums = {cell: Rounds() for cell in cells}
+    for row in rows:
+        counts = enumerate(map(int, str(row["rounds_by_length"]).split()))
+        by_length = Counter({length: count for length, count in counts if count})
+        sums[row["exit_layer"], row["num_speculations"]] += Rounds(
+            row["rounds"], row["drafted"], row["accepted"], row["decode_tokens"], by_length
+        )
+    exits, lengths = sorted({cell[0] for cell in cells}), sorted({cell[1] for cell in cells})
+    middle = sorted(samples, key=lambda sample: len(sample.ids))[len(samples) // 2]
+    written = round(_total(rows, "decode_tokens") / max(1, len(rows)) / 2)  # on average half the text is there
+    ids = [middle.ids[i % len(middle.ids)] for i in range(len(middle.ids) + written)]
+    few = spread(lengths[0], lengths[-1], 6)
+    costs = round_costs(loaded, config, ids, spread(exits[0], exits[-1], 3), few, seconds=10)
+    found = []
+    for (exit_layer, _), rounds in sums.items():
+        values = (
+            rounds.drafted, rounds.accepted, rounds.acceptance_rate, rounds.tokens_per_round,
+            rounds.speedup(costs, exit_layer),
+        )  # fmt: skip
+        found.append(dict(zip(PREDICTED_COLUMNS, values, strict=True)))
+    return found
+
+
+def best_predicted(cells: Sequence[Cell], predicted: Sequence[Row], count: int) -> list[Cell]:
+    """The `count` cells of highest predicted speed (0: all of them), in the order of the grid."""
+    if count == 0:
+        return list(cells)
+    ranked = sorted(zip(cells, predicted, strict=True), key=lambda pair: -(pair[1]["predicted_speedup"] or 0))
+    chosen = {cell for cell, _ in ranked[:count]}
+    return [cell for cell in cells if cell in chosen]
