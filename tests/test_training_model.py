@@ -148,6 +148,18 @@ def test_a_model_trains_alike_with_blockwise_attention(tokens):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_compiled_losses_and_gradients_are_the_same(tokens):
+    plain, compiled = (ExitModel(tiny_llama().train(), compiled=flag) for flag in (False, True))
+    dropped = torch.tensor([[False] * 6, [False, True] * 3, [True] * 6])
+    ours, theirs = (model(tokens, [1, 5], dropped, 0.5) for model in (compiled, plain))
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    ours.sum().backward()
+    theirs.sum().backward()
+    for mine, other in zip(compiled.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(mine.grad, other.grad, atol=1e-4)
+
+
 def test_eager_models_keep_their_attention():
     model = tiny_llama()
     model.set_attn_implementation("eager")

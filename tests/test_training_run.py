@@ -190,9 +190,14 @@ def test_minutes_set_the_number_of_steps(work, monkeypatch):
     from self_speculation.training.trainer import Trainer
 
     monkeypatch.setattr(Trainer, "_steps_left", lambda self, began, times: len(times))
-    run(flags(work, "--max_minutes", "5", "--train_steps", "1000"))
+    more = flags(work, "--max_minutes", "5", "--train_steps", "1000", "--save_every", "15")
+    run(more)
     assert max(losses(work)) == 20  # after 12 steps, of which 8 were timed, came 8 more
     assert losses(work)[20]["learning_rate"] == pytest.approx(1e-3 * 0.05)
+    monkeypatch.setattr(Trainer, "_steps_left", lambda self, began, times: 1 / 0)
+    (stem,) = (work / "logs").glob("train_*.json")
+    run([*more, "--resume", str(stem)])  # the number stays as it is
+    assert max(losses(work)) == 20
 
 
 def test_a_tokenizer_is_trained_where_there_is_none(work):

@@ -22,7 +22,7 @@ from ..config import RunError, UsageError
 from ..loading import cache_folder
 from .config import DataConfig
 
-Document = tuple[str, str]  # where it comes from, and its text
+Document = tuple[str, str]  # its place in the data (empty where places may change), and its text
 READERS = {".txt": "text", ".py": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -66,10 +66,10 @@ def documents(config: DataConfig) -> Iterator[Document]:
 
         yield from python_files()
         return
-    for number, row in enumerate(_rows(config)):
+    for row in _rows(config):
         if not isinstance(row.get(config.text_field), str):
             raise UsageError(f"--text_field {config.text_field}: the data has the fields {', '.join(sorted(row))}")
-        yield f"{config.data}/{number}", row[config.text_field]
+        yield "", row[config.text_field]
 
 
 def is_held_out(document: Document, share: float) -> bool:

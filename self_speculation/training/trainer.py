@@ -21,7 +21,7 @@ from .data import Shuffled, TokenFile
 from .evaluation import evaluate_exits
 from .exit_model import ExitModel
 
-TIMED_STEPS = 4, 12  # of a run: those whose median time --max_minutes is divided by
+TIMED_STEPS = 4, 12  # the steps whose median time --max_minutes is divided by; the ones before compile and warm up
 Row = dict[str, Any]
 
 
@@ -51,11 +51,12 @@ class Trainer:
         self.parallel: Any = DistributedDataParallel(model) if distributed.world_size() > 1 else model
         self.sequences = config.batch_size * config.accumulation * distributed.world_size()  # a step
         self.steps, self.first, self.stopping = config.train_steps, 0, False
+        self.fitted = not config.max_minutes  # whether `steps` will stay as it is
 
     def resume(self) -> None:
         """Go on from the newest checkpoint in the run's folder; without one, from the start."""
         if state := load_checkpoint(self.folder, self.model, self.optimizers):
-            self.first, self.steps = state["step"], state["steps"]
+            self.first, self.steps, self.fitted = state["step"], state["steps"], state["fitted"]
 
     def run(self) -> None:
         """Train to the last step. Ctrl-C (or a launcher's SIGTERM) ends it after the step, with a checkpoint."""
@@ -71,8 +72,8 @@ class Trainer:
                 times.append(time.monotonic() - start)
                 window.add(losses, times[-1])
                 step += 1
-                if self.config.max_minutes and step == TIMED_STEPS[1]:
-                    self.steps = step + self._steps_left(began, times[TIMED_STEPS[0] :])
+                if not self.fitted and len(times) == TIMED_STEPS[1]:
+                    self.steps, self.fitted = step + self._steps_left(began, times[TIMED_STEPS[0] :]), True
                     bar.total = self.steps
                 bar.update()
                 self._after(step, window, bar)
@@ -148,7 +149,8 @@ class Trainer:
         stop = self._anyone_stopping()
         if stop or (config.save_every and (step % config.save_every == 0 or step == self.steps)):
             if distributed.is_main():
-                save_checkpoint(self.folder, step, self.model, self.optimizers, {"step": step, "steps": self.steps})
+                state = {"steps": self.steps, "fitted": self.fitted}
+                save_checkpoint(self.folder, step, self.model, self.optimizers, state)
             distributed.barrier()
         if stop:
             raise KeyboardInterrupt
