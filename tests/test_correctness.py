@@ -164,7 +164,7 @@ def test_a_step_of_the_logit():
 
 def test_near_ties_are_told_from_errors():
     """Two tokens whose rows of the head are all but equal."""
-    model, prompt = tiny.hf_model.__wrapped__("llama", torch.float32), tiny.prompt_ids(9)
+    model, prompt = tiny.new_hf_model("llama", torch.float32), tiny.prompt_ids(9)
     with torch.inference_mode():
         best = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
         twin = (best + 1) % tiny.VOCAB

@@ -85,7 +85,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(family, exit_layer):
 
 def flattened(family: str, exit_layer: int) -> SelfSpeculativeModel:
     """A model whose layers from `exit_layer` on leave the hidden states as they are."""
-    model = tiny.hf_model.__wrapped__(family)
+    model = tiny.new_hf_model(family)
     for layer in model.model.layers[exit_layer:]:
         ends = [layer.self_attn.o_proj, layer.mlp.down_proj]
         for end in ends:
@@ -219,7 +219,7 @@ def test_ctrl_c_keeps_what_is_there():
 @pytest.mark.parametrize("drafter", tiny.DRAFTERS)
 def test_weights_that_give_nan_stop_the_run(drafter, sample):
     """The hint names the dtype; a model that is broken from the start still loads."""
-    hf = tiny.hf_model.__wrapped__("llama", torch.float32)
+    hf = tiny.new_hf_model("llama", torch.float32)
     hf.model.norm.weight.data[0] = float("nan")
     model = SelfSpeculativeModel(hf)
     with pytest.raises(RunError, match="--dtype float32"):
@@ -229,9 +229,12 @@ def test_weights_that_give_nan_stop_the_run(drafter, sample):
 def test_ids_outside_the_tokenizer_are_masked_on_a_model():
     model = tiny.split("llama")
     prompt = tiny.prompt_ids(12)
-    free = tiny.run(model, tiny.new_drafter("early_exit", model), prompt).tokens
+    free = tiny.run(model, tiny.new_drafter("early_exit", model), prompt, steps=20).tokens
     limit = max(free)
-    texts = [tiny.run(model, tiny.new_drafter(name, model), prompt, vocab_limit=limit).tokens for name in tiny.DRAFTERS]
+    texts = [
+        tiny.run(model, tiny.new_drafter(name, model), prompt, steps=20, vocab_limit=limit).tokens
+        for name in tiny.DRAFTERS
+    ]
     assert all(tokens == texts[0] for tokens in texts) and max(texts[0]) < limit <= max(free)
 
 

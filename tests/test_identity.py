@@ -101,7 +101,7 @@ def refused_configs():
     small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     yield "mamba", t.MambaConfig(**small, state_size=4)
-    yield "lfm2", t.Lfm2Config(**small, **heads)
+    yield "lfm2", t.Lfm2Config(**small, **heads, layer_types=["conv", "conv", "full_attention", "conv"])
     yield "qwen3_next", t.Qwen3NextConfig(
         **small, **heads, head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
         shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,

@@ -90,14 +90,23 @@ ATTENTION = {"llama_eager": "eager"}  # others use what the family prefers, whic
 SHRINK = 0.6  # each layer changes the hidden states so many times as much as the layer before it
 
 
+def hf_model(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """The model of that family, made once."""
+    return _kept(family, dtype)
+
+
 @cache
-def hf_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+def _kept(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    return new_hf_model(family, dtype)
+
+
+def new_hf_model(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A random model whose later layers change the hidden states less and less, so that early exits are often right."""
     config = CONFIGS[family]()
     model = t.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=ATTENTION.get(family))
     model.eval().requires_grad_(False)
     model.config._experts_implementation = "eager"  # the faster ones do not know float64
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         weight.data = _random_weight(name, weight.data, generator, config)
     model.generation_config.eos_token_id = None
@@ -124,9 +133,9 @@ def _random_weight(name: str, weight: torch.Tensor, generator: torch.Generator, 
 
 
 @cache
-def split(family: str, way: str = "direct", dtype: torch.dtype = torch.float64, seed: int = 0) -> SelfSpeculativeModel:
+def split(family: str, way: str = "direct", dtype: torch.dtype = torch.float64) -> SelfSpeculativeModel:
     """The tiny model as decoding sees it; way "view" runs its layers through the family's own forward."""
-    model = SelfSpeculativeModel(hf_model(family, dtype, seed))
+    model = SelfSpeculativeModel(hf_model(family, dtype))
     if way == "view":
         model.backbone.direct = None
     return model
