@@ -54,7 +54,9 @@ class ModelConfig:
     """Which model, and how it is loaded."""
 
     model: str | None = flag(
-        None, "hub id, folder, GGUF file, or a short name (smollm2-135m, gemma3-270m)", unset="smollm2-135m"
+        None,
+        "hub id, folder, GGUF file, or a short name (selfspec-16l, smollm2-135m, gemma3-270m)",
+        unset="selfspec-16l",
     )
     model_args: str | None = flag(
         None,

