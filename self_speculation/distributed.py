@@ -78,6 +78,17 @@ def broadcast(value: T, source: int = 0) -> T:
     return box[0]
 
 
+def gather(value: T) -> list[T]:
+    """The values of all processes, by rank, in the main process; [] in the others."""
+    if world_size() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world_size()
+    dist.gather_object(value, values if is_main() else None)
+    return values if is_main() else []
+
+
 def share(items: Sequence[T]) -> list[T]:
     """This process's part of `items`: every `world_size`-th, from its own rank on."""
     return list(items[rank() :: world_size()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +86,12 @@ class Generator:
         model = self.loaded.model
         seed = sample_seed(self.seed, sample_id)
         return kind(self.config, seed=seed, device=model.device, vocab_limit=len(self.loaded.tokenizer))
+
+    def with_settings(self, **settings: Any) -> Generator:
+        """The same strategy with other sampling settings, stops or budget (fields of `GenerationConfig`)."""
+        other = copy(self)
+        other.config = replace(self.config, **settings).resolved()
+        return other
 
     def columns(self) -> dict[str, Any]:
         """The settings as columns of a result row; those that do not apply are left out."""

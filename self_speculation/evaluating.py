@@ -1,0 +1,376 @@
+"""lm-eval tasks: settings, loading with errors in one line, running, and what is written and shown."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import math
+import os
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import RunError, UsageError, flag, require, require_choice
+from .metrics import pooled
+from .records import SAMPLE_COLUMNS
+from .task_settings import parse_gen_kwargs
+
+if TYPE_CHECKING:
+    from .harness import SelfSpeculativeLM
+
+Row = dict[str, Any]
+
+LISTS = ("list", "list_groups", "list_tags", "list_subtasks", "list_tasks")
+VERBOSITIES = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
+SPEED_COLUMNS = ("new_tokens", "acceptance_rate", "tokens_per_round", "tokens_per_second")
+SCORE_COLUMNS = (
+    "run_id", "timestamp", "script", "git_sha", "model", "dtype", "device", "torch", "transformers", "world_size",
+    "seed", "task", "version", "n_shot", "filter", "metric", "higher_is_better", "value", "stderr", "num_samples",
+    "generation_strategy", "drafter", "exit_layer", "num_speculations", "skip_attn", "skip_mlp",
+    *SPEED_COLUMNS,
+)  # fmt: skip
+"""Columns of a score. Speed is pooled over the texts of its task, empty where the task has none."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Which tasks, and how lm-eval runs them. Names and meanings are lm-eval's own."""
+
+    tasks: list[str] | None = flag(
+        None, "names of tasks, groups or tags, patterns such as mmlu_*, or .yaml files, separated by commas or spaces; "
+        "list prints all there are, list_groups, list_tags and list_subtasks parts of them",
+    )  # fmt: skip
+    include_path: str | None = flag(None, "a folder with more tasks, such as data/tasks, which work offline")
+    num_fewshot: int | None = flag(None, "solved examples in each prompt", unset="the task's own number")
+    limit: float | None = flag(None, "only the first so many documents of each task; a share of them when below 1")
+    batch_size: int = flag(1, "sequences at once when scoring log-likelihoods; texts are generated one by one")
+    use_cache: str | None = flag(
+        None, "keep answers in <path>_rank<r>.db and take them from there when model and settings are the same"
+    )
+    cache_requests: bool = flag(False, "keep the prompts built for each task, for the next run")
+    rewrite_requests_cache: bool = flag(False, "build the kept prompts anew")
+    delete_requests_cache: bool = flag(False, "delete all kept prompts first")
+    bootstrap_iters: int = flag(100000, "resamplings for standard errors that have no formula; 0 leaves them all out")
+    check_integrity: bool = flag(False, "run lm-eval's tests of the tasks first; needs a checkout of lm-eval")
+    write_out: bool = flag(False, "print the first prompt of each task")
+    log_samples: bool = flag(False, "put prompt, document and reference of each sample beside its prediction")
+    system_instruction: str | None = flag(None, "text that stands before everything else, as the system's message")
+    apply_chat_template: bool = flag(False, "put prompts into the tokenizer's chat template")
+    fewshot_as_multiturn: bool | None = flag(
+        None, "solved examples as turns of the chat", unset="True with --apply_chat_template"
+    )
+    gen_kwargs: str | None = flag(
+        None, "generation arguments that win over the task's, such as temperature=0.8,max_gen_toks=64, or as JSON"
+    )
+    verbosity: str = flag("ERROR", "how much lm-eval says: CRITICAL, ERROR, WARNING, INFO or DEBUG")
+    predict_only: bool = flag(False, "generate and keep predictions, compute no scores")
+    confirm_run_unsafe_code: bool = flag(False, "allow tasks such as humaneval to run programs the model wrote")
+    random_seed: int = flag(0, "seed of Python's random module")
+    numpy_random_seed: int = flag(1234, "seed of NumPy")
+    torch_random_seed: int = flag(1234, "seed of PyTorch")
+    fewshot_random_seed: int = flag(1234, "seed that chooses solved examples")
+
+    def __post_init__(self) -> None:
+        require_choice("verbosity", self.verbosity.upper(), VERBOSITIES)
+        if self.limit is not None:
+            whole = self.limit < 1 or self.limit == int(self.limit)
+            require(
+                self.limit > 0 and whole, "limit", self.limit, "must be a whole number, or a share above 0 and below 1"
+            )
+        for name in ("num_fewshot", "bootstrap_iters"):
+            value = getattr(self, name)
+            require(value is None or value >= 0, name, value, "must be 0 or more")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "must be 1 or more")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise UsageError("--fewshot_as_multiturn True: turns need --apply_chat_template True")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise RunError(f"--include_path {self.include_path}: no such folder")
+        if not self.names():
+            raise UsageError("--tasks: name at least one; --tasks list prints them")
+        parse_gen_kwargs(self.gen_kwargs)
+
+    def names(self) -> list[str]:
+        """The tasks asked for, each once."""
+        return list(dict.fromkeys(name for text in self.tasks or [] for name in text.split(",") if name))
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Loaded tasks, and the groups they were asked for by."""
+
+    tasks: dict[str, Any]
+    groups: dict[str, Any] = field(default_factory=dict)
+
+
+def listing(config: EvalConfig) -> str | None:
+    """The table that `--tasks list` asks for, None when tasks are to be run."""
+    names = config.names()
+    if not set(names) & set(LISTS):
+        return None
+    require(len(names) == 1, "tasks", ",".join(names), "a list cannot be run; ask for it alone")
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=config.include_path)
+    only = {"list_groups": "groups", "list_tags": "tags", "list_subtasks": "subtasks"}.get(names[0])
+    return manager.list_all_tasks(**{f"list_{kind}": only in (None, kind) for kind in ("groups", "tags", "subtasks")})
+
+
+def load_tasks(config: EvalConfig) -> Tasks:
+    """Load all tasks with their data.
+
+    Raises:
+        UsageError: a task that does not exist, or runs code without leave.
+        RunError: its data cannot be had.
+    """
+    from lm_eval.utils import setup_logging
+
+    setup_logging(config.verbosity.upper())
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
+    manager, specs = _find(config)
+    if config.confirm_run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    else:
+        for spec in specs:
+            _refuse_unsafe(spec, _config_of(manager, spec).get("unsafe_code", False))
+    loaded = Tasks({})
+    for spec in specs:
+        with _explained(spec, str(_config_of(manager, spec).get("dataset_path") or "")):
+            found = manager.load([spec])
+        loaded.tasks.update(found["tasks"])
+        loaded.groups.update(found.get("groups", {}))
+    for name, task in loaded.tasks.items():
+        if not config.confirm_run_unsafe_code:
+            _refuse_unsafe(name, getattr(task, "UNSAFE_CODE", False))
+        if getattr(task, "MULTIMODAL", False):
+            raise UsageError(f"--tasks {name}: the task has images or sound; models here read text only")
+        _set_up(task, config)
+    if config.check_integrity:
+        _check_integrity(specs)
+    return loaded
+
+
+def run_tasks(lm: SelfSpeculativeLM, tasks: Tasks, config: EvalConfig) -> dict[str, Any]:
+    """lm-eval's results for the loaded tasks. The other processes must be serving `lm`."""
+    import numpy
+    import torch
+    from lm_eval.caching.cache import delete_cache
+    from lm_eval.evaluator import evaluate
+
+    if config.apply_chat_template and not lm.tokenizer.chat_template:
+        raise UsageError(f"--apply_chat_template: the tokenizer of {lm.loaded.name} has no chat template")
+    if config.delete_requests_cache:
+        delete_cache()
+    random.seed(config.random_seed)
+    numpy.random.seed(config.numpy_random_seed)
+    torch.manual_seed(config.torch_random_seed)
+    multiturn = config.apply_chat_template if config.fewshot_as_multiturn is None else config.fewshot_as_multiturn
+    results = evaluate(
+        lm, {"tasks": tasks.tasks, "groups": tasks.groups},
+        limit=config.limit if config.limit is None or config.limit < 1 else int(config.limit),
+        cache_requests=config.cache_requests or config.rewrite_requests_cache,
+        rewrite_requests_cache=config.rewrite_requests_cache,
+        bootstrap_iters=config.bootstrap_iters,
+        write_out=config.write_out,
+        log_samples=True,
+        system_instruction=config.system_instruction,
+        apply_chat_template=config.apply_chat_template,
+        fewshot_as_multiturn=multiturn,
+        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+    )  # fmt: skip
+    assert results is not None
+    return dict(results)
+
+
+def score_rows(results: dict[str, Any], samples: Sequence[Row], settings: Row) -> list[Row]:
+    """One row for each task or group, filter and metric. `settings` are the generator's columns."""
+    rows = []
+    for task, values in results["results"].items():
+        own = [row for row in samples if row["dataset"] == task and row.get("new_tokens") is not None]
+        speed = {name: pooled(own, SAMPLE_COLUMNS)[name] if own else None for name in SPEED_COLUMNS}
+        for name, value in values.items():
+            metric, comma, filter_name = name.partition(",")
+            if not comma or metric.endswith("_stderr") or metric == "bypass":
+                continue
+            error = values.get(f"{metric}_stderr,{filter_name}")
+            rows.append(
+                {
+                    **{column: settings.get(column) for column in SCORE_COLUMNS if column in settings},
+                    "task": task,
+                    "version": results["versions"].get(task),
+                    "n_shot": results["n-shot"].get(task),
+                    "filter": filter_name,
+                    "metric": metric,
+                    "higher_is_better": results.get("higher_is_better", {}).get(task, {}).get(metric),
+                    "value": value,
+                    "stderr": error if isinstance(error, (int, float)) and math.isfinite(error) else None,
+                    "num_samples": values.get("sample_len"),
+                    **speed,
+                }
+            )
+    return rows
+
+
+def run_row(samples: Sequence[Row], scores: Sequence[Row]) -> Row:
+    """The run's row of `runs.csv`: figures pooled over all samples, and the scores as metrics."""
+    pool = pooled(samples, SAMPLE_COLUMNS)
+    metrics = {name: value for name, value in pool["metrics"].items() if name.startswith("time_per_token")}
+    for row in scores:
+        metrics[f"{row['task']}/{row['metric']},{row['filter']}"] = row["value"]
+        metrics[f"{row['task']}/{row['metric']}_stderr,{row['filter']}"] = row["stderr"]
+    return pool | {"metrics": metrics}
+
+
+def sample_rows(
+    results: dict[str, Any], figures: dict[tuple[str | None, str], Row], settings: Row, log_samples: bool
+) -> Iterator[tuple[Row, Row]]:
+    """(row, prediction) of each sample: its figures, if text was generated, and its metrics.
+
+    A metric of a filter that has a name is called `metric,filter`, as in lm-eval's results.
+    """
+    for task, samples in results["samples"].items():
+        documents: dict[int, list[Row]] = {}
+        for sample in samples:
+            documents.setdefault(sample["doc_id"], []).append(sample)
+        for number, filtered in documents.items():
+            sample_id = str(number)
+            row = dict(figures.get((task, sample_id), {"dataset": task, "sample_id": sample_id, **settings}))
+            row["n_shot"] = results["n-shot"].get(task)
+            prediction = _prediction(filtered[0])
+            for sample in filtered:
+                suffix = "" if sample["filter"] == "none" else f",{sample['filter']}"
+                for metric in sample["metrics"]:
+                    if isinstance(sample[metric], (bool, int, float)) and metric != "bypass":
+                        row[metric + suffix] = float(sample[metric])
+                if isinstance(sample["filtered_resps"][0], str):
+                    prediction["filtered" + suffix] = sample["filtered_resps"][0]
+            if log_samples:
+                first = filtered[0]
+                prompt = first["arguments"][0][0] if len(first["arguments"][0]) > 1 else ""
+                prediction |= {"prompt": prompt, "reference": first["target"], "doc": first["doc"]}
+            yield row, prediction
+
+
+def _prediction(sample: Row) -> Row:
+    """What the model said: its text, or the most probable choice with the log-likelihoods of all."""
+    answers = [answers[0] for answers in sample["resps"]]
+    if isinstance(answers[0], str):
+        more = {"predictions": sample["resps"][0]} if len(sample["resps"][0]) > 1 else {}
+        return {"prediction": answers[0], **more}
+    if isinstance(answers[0], (tuple, list)):
+        likelihoods = [answer[0] for answer in answers]
+        best = likelihoods.index(max(likelihoods))
+        return {"prediction": sample["arguments"][best][1].strip(), "loglikelihoods": likelihoods}
+    return {"prediction": None, "loglikelihoods": answers}
+
+
+def table(results: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Scores with standard errors, and the speed of the tasks that generate text."""
+    from lm_eval.utils import make_table
+
+    parts = [make_table(results)] if rows else []
+    if "groups" in results and rows:
+        parts.append(make_table(results, "groups"))
+    for task, row in {row["task"]: row for row in rows}.items():
+        if row["new_tokens"] is not None:
+            speed = [f"{task}: {row['new_tokens']} tokens"]
+            speed += [f"{row['tokens_per_second']:.1f} tokens/s"] if row["tokens_per_second"] else []
+            speed += [f"acceptance {row['acceptance_rate']:.1%}"] if row["acceptance_rate"] is not None else []
+            speed += [f"{row['tokens_per_round']:.2f} tokens/round"] if row["acceptance_rate"] is not None else []
+            parts.append(", ".join(speed))
+    return "\n".join(parts)
+
+
+def _find(config: EvalConfig) -> tuple[Any, list[str]]:
+    """A task manager, and what it can load for the names asked for. lm-eval's own tasks, which take seconds to index,
+    are looked at only for names that `--include_path` does not have."""
+    from lm_eval.tasks import TaskManager
+
+    names = config.names()
+    if config.include_path is not None:
+        manager = TaskManager(include_path=config.include_path, include_defaults=False)
+        if all(name in manager.all_tasks for name in names):
+            return manager, names
+    manager = TaskManager(include_path=config.include_path)
+    specs: list[str] = []
+    for name in names:
+        files = [str(Path(name).absolute())] if name.endswith(".yaml") and Path(name).is_file() else []
+        found = files or manager.match_tasks([name])
+        if not found:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"--tasks {name}: no such task; {hint}--tasks list prints all, --include_path adds others")
+        specs += [spec for spec in found if spec not in specs]
+    return manager, specs
+
+
+def _config_of(manager: Any, spec: str) -> Row:
+    """A task's YAML as the index has it; {} for groups, tags and files."""
+    entry = manager.task_index.get(spec)
+    config = getattr(entry, "cfg", None)
+    return config if isinstance(config, dict) else {}
+
+
+def _refuse_unsafe(name: str, unsafe: object) -> None:
+    if unsafe:
+        raise UsageError(f"--tasks {name}: scoring runs programs that the model wrote; allow it with "
+                         "--confirm_run_unsafe_code True, best inside a container")  # fmt: skip
+
+
+def _set_up(task: Any, config: EvalConfig) -> None:
+    """lm-eval's rules for flags that change a task. Generation arguments are left to the model, which ranks them."""
+    if config.predict_only:
+        task.override_metric(metric_name="bypass")
+    own = task.get_config("num_fewshot")
+    if config.num_fewshot is not None and own != 0:  # a task that says 0 means it
+        task.set_config(key="num_fewshot", value=config.num_fewshot)
+    elif own is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=config.fewshot_random_seed)
+
+
+def _check_integrity(specs: list[str]) -> None:
+    from lm_eval.evaluator_utils import run_task_tests
+
+    try:
+        run_task_tests(task_list=specs)
+    except FileNotFoundError:
+        raise RunError("--check_integrity: lm-eval's tests are not part of its package; install it from a checkout"
+                       ) from None  # fmt: skip
+    except ValueError as error:
+        raise RunError(f"--check_integrity: {error}") from None
+
+
+@contextlib.contextmanager
+def _explained(spec: str, data: str) -> Iterator[None]:
+    """Turn what loading a task raises into one line that says what to do."""
+    level = logging.getLogger("huggingface_hub").level
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        yield
+    except (RunError, UsageError):
+        raise
+    except ModuleNotFoundError as error:
+        raise RunError(f"--tasks {spec}: the task needs the package {error.name}; pip install {error.name}") from error
+    except Exception as error:
+        text = " ".join(str(error).split())
+        named = re.search(r"'([\w.-]+/[\w.-]+)'", text)
+        data = data or (named[1] if named else "")
+        what = f"task {spec}: data set {data}" if data else f"task {spec}"
+        if "gated" in text.lower() or "401" in text or "403" in text:
+            raise RunError(f"{what}: access is restricted; ask for it on the data set's page on the Hugging Face hub, "
+                           "then run `hf auth login`") from error  # fmt: skip
+        if isinstance(error, ConnectionError) or any(
+            sign in text for sign in ("Couldn't reach", "couldn't connect", "ffline", "resolve", "not cached")
+        ):
+            raise RunError(
+                f"{what}: the Hugging Face hub cannot be reached; copy the task's .yaml, let it read a local file "
+                "(dataset_path: json, dataset_kwargs: data_files: ...) and give its folder as --include_path, or try "
+                "the tasks in --include_path data/tasks"
+            ) from error
+        raise RunError(f"{what}: cannot be loaded: {text[:300]}") from error
+    finally:
+        logging.getLogger("huggingface_hub").setLevel(level)
