@@ -64,7 +64,8 @@ class SpeculativeStreamer(StandardStreamer):
         self.show(self.mark("accepted", fresh[:split]))
         if accepted < len(draft) and len(block) > accepted:
             kept = stopper.decode([*before, *draft[:accepted]])
-            self.show(self.mark("rejected", stopper.decode([*before, *draft])[len(kept) :]))
+            rejected = stopper.decode([*before, *draft])[len(kept) :]
+            self.show(self.mark("rejected", rejected.replace("\n", "\u23ce")))  # a rejected line end breaks no line
         self.show(self.mark("added", fresh[split:]))
 
     def mark(self, kind: str, text: str) -> str:
