@@ -139,7 +139,7 @@ def sample_row(strategy: Strategy, sample: Sample, decoded: Decoded, dataset: Da
 def compare(loaded: Loaded, prompt: Sequence[int], expected: Sequence[int], tokens: Sequence[int]) -> Row:
     """Whether two greedy texts are the same, else where they part and how close the target's two best logits are."""
     if list(expected) == list(tokens):
-        return {"identical": True}
+        return {"identical": True, "first_difference": None, "top2_gap": None}
     pairs = zip(expected, tokens, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(tokens)))
     ids = [*prompt, *expected[:place]]

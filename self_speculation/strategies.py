@@ -67,7 +67,8 @@ def _parse(name: str, base: GenerationConfig) -> tuple[str, GenerationConfig]:
     require(known, "compare", name, allowed)
     values: dict[str, Any] = {}
     for setting in settings:
-        values |= parse_key_values("compare", setting)
+        field_name, _, value = setting.partition("=")
+        values |= {field_name: value} if "," in value else parse_key_values("compare", setting)
     unknown = sorted(set(values) - {field.name for field in fields(base)})
     require(not unknown, "compare", name, f"there is no setting {unknown[0] if unknown else ''}")
     for field in fields(base):

@@ -3,16 +3,19 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
-from folders import byte_tokenizer, tiny_llama
 
+from self_speculation import auto
 from self_speculation.config import GenerationConfig
+from self_speculation.costs import Costs, measure_costs, spread
 from self_speculation.generation import Generator
 from self_speculation.loading import Loaded
 from self_speculation.modeling import SelfSpeculativeModel
-from self_speculation.prediction import simulate, trace
+from self_speculation.prediction import NEVER, Rounds, Trace, simulate, trace
 from self_speculation.sampling import Sampler
+from tests.folders import byte_tokenizer
+from tests.runs import exit_friendly
 
 EXITS, LENGTHS = (1, 2, 3, 5), (1, 2, 3, 6)
 PROMPTS = ("the quick brown fox", "a", "abcabcabcabc")
@@ -21,11 +24,7 @@ GREEDY = GenerationConfig(sample=False, max_steps=20, generation_strategy="self_
 
 @pytest.fixture(scope="module")
 def loaded():
-    model = tiny_llama()
-    with torch.no_grad():  # later layers change little, so that early exits are often right
-        for number, layer in enumerate(model.model.layers):
-            layer.self_attn.o_proj.weight *= 0.5**number
-            layer.mlp.down_proj.weight *= 0.5**number
+    model = exit_friendly(max_position_embeddings=256)
     return Loaded("tiny", SelfSpeculativeModel(model), byte_tokenizer())
 
 
@@ -93,3 +92,92 @@ def test_stop_string(loaded):
             continue
         cells = predicted_and_measured(loaded, replace(GREEDY, stop_words=[stop]), PROMPTS[0])
         assert all(predicted == measured for predicted, measured in cells.values()), cells
+
+
+def by_hand(chance, **changes):
+    chance = np.array([chance], dtype=float)
+    made = {"closed": False, "budget": chance.shape[1], "positions": 1000, "exact": True}
+    return Trace((4,), chance, np.full(chance.shape, NEVER), **{**made, **changes})
+
+
+def test_rounds_worked_out_by_hand():
+    found = simulate(by_hand([0, 1, 1, 0, 1, 1, 1, 1]), 4, 3)  # [1 1 0]+1, then [1 1 1]: the budget leaves room for 3
+    assert (found.rounds, found.drafted, found.accepted, found.decode_tokens) == (2, 6, 5, 7)
+    assert found.by_length == {3: 2}
+    never = simulate(by_hand([0] * 5), 4, 2)
+    assert (never.rounds, never.drafted, never.accepted) == (4, 5, 0) and never.by_length == {2: 2, 1: 1, 0: 1}
+    closed = simulate(by_hand([1] * 5, closed=True, budget=99), 4, 9)  # the draft ends with the end id
+    assert (closed.rounds, closed.drafted, closed.accepted, closed.decode_tokens) == (1, 4, 4, 3)
+    assert simulate(by_hand([0]), 4, 3) == Rounds()
+
+
+def test_costs_between_measured_points_and_break_even():
+    costs = Costs(10.0, 1.0, (2, 6), (1, 3), (2.0, 6.0), ((8.0, 10.0), (4.0, 6.0)), 100)
+    assert costs.draft_step(4) == 4 and costs.verification(4, 2) == 7 and costs.round(4, 2) == 15
+    assert costs.round(4, 0) == 10 and costs.break_even(4, 2) == 0.25
+    rounds = Rounds(rounds=10, drafted=20, accepted=5, decode_tokens=15)
+    rounds.by_length[2] = 10
+    assert rounds.speedup(costs, 4) == 1  # at break-even acceptance
+    assert spread(1, 5, 3) == (1, 3, 5) and spread(4, 4, 3) == (4,)
+
+
+def test_costs_are_measured(loaded):
+    costs = measure_costs(loaded.model, Sampler(GREEDY), [1, 2, 3], [1, 5], [1, 4], seconds=0, least_repeats=1)
+    assert costs.exits == (1, 5) and costs.lengths == (1, 4) and costs.context == 3
+    assert all(value > 0 for value in (costs.step, costs.head, *costs.draft, *costs.verify[0], *costs.verify[1]))
+
+
+def cell(exit_layer, length, speedup):
+    return auto.Cell(exit_layer, length, 0.5, 2.0, speedup, 0.3, 1.1, 0.6)
+
+
+@pytest.fixture
+def chosen(loaded, monkeypatch, tmp_path):
+    """A function that lets the toolkit choose among given cells: (settings, what was said)."""
+    monkeypatch.setenv("SELF_SPECULATION_CACHE", str(tmp_path))
+
+    def choose(cells, **settings):
+        asked = []
+        monkeypatch.setattr(auto, "predict", lambda *a, **k: asked.append(a[2:]) or cells)
+        said = []
+        config = GenerationConfig(generation_strategy="self_speculative", sample=False, max_steps=4, **settings)
+        return Generator(loaded, config, notify=said.append).config, " ".join(said), asked
+
+    return choose
+
+
+def test_auto_takes_the_fastest_predicted_cell_and_says_why(chosen):
+    config, said, asked = chosen([cell(2, 3, 1.2), cell(3, 4, 1.5), cell(4, 1, 1.1)])
+    assert (config.exit_layer, config.num_speculations) == (3, 4)
+    assert "--exit_layer 3 --num_speculations 4" in said and "1.50 x" in said and "break-even at 60%" in said
+    assert len(asked) == 1
+    config, said, asked = chosen([cell(1, 1, 9.0)])  # kept for the model: not predicted again
+    assert (config.exit_layer, config.num_speculations) == (3, 4) and not asked
+
+
+def test_auto_keeps_what_was_given(chosen):
+    _, _, asked = chosen([cell(2, 5, 1.2)], num_speculations=5)
+    assert asked[0][1] == (5,)
+    _, _, asked = chosen([cell(4, 2, 1.2)], exit_layer=4)
+    assert asked[0][0] == (4,)
+    _, said, asked = chosen([], exit_layer=4, num_speculations=2)
+    assert not said and not asked
+
+
+def test_auto_decodes_autoregressively_when_nothing_pays(chosen, loaded):
+    config, said, _ = chosen([cell(2, 3, 0.8), cell(3, 4, 0.9)])
+    assert config.num_speculations == 0 and "autoregressive" in said and "break-even" in said
+    stats = Generator(loaded, config)("abc").stats
+    assert stats.drafted == 0 and stats.new_tokens == 4
+    config, _, _ = chosen([cell(2, 3, 0.8)], drafter="prompt_lookup+early_exit")
+    assert config.drafter == "prompt_lookup" and config.num_speculations == 10
+
+
+def test_auto_predicts_a_real_model(loaded, monkeypatch, tmp_path):
+    monkeypatch.setenv("SELF_SPECULATION_CACHE", str(tmp_path))
+    cells = auto.predict(loaded, GREEDY, (1, 3, 5), (1, 4), seconds=0)
+    assert len(cells) == 6 and all(c.speedup > 0 and 0 <= c.acceptance_rate <= 1 for c in cells)
+    by_exit = {c.exit_layer: c.acceptance_rate for c in cells if c.num_speculations == 4}
+    assert by_exit[5] > by_exit[1]
+    Generator(loaded, GenerationConfig(generation_strategy="self_speculative", max_steps=4))("abc")  # sampling too
+    assert len(list((tmp_path / "auto").glob("*.json"))) == 1
