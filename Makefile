@@ -19,7 +19,7 @@ setup: .venv/ready
 
 demo: setup
 	$(BIN)/torchrun generate.py --prompt_file data/demo_prompt.txt --generation_strategy self_speculative \
-	  --compare_autoregressive --dtype float32 --sample False --max_steps 128
+	  --exit_layer 4 --num_speculations 4 --compare_autoregressive --dtype float32 --sample False --max_steps 128
 
 test: setup
 	$(BIN)/python -m pytest
