@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -24,7 +25,7 @@ from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
 from . import cli, distributed
-from .config import GenerationConfig, ModelConfig, UsageError
+from .config import GenerationConfig, ModelConfig, RunError, UsageError
 from .generation import Generator
 from .loading import Loaded, load
 from .responses import ResponseCache, fingerprint
@@ -265,7 +266,10 @@ class SelfSpeculativeLM(HFLM):
 
 def create(arg_dict: dict, additional_config: dict | None = None) -> SelfSpeculativeLM:
     """A model from lm-eval's arguments for it."""
-    given = {**(additional_config or {}), **arg_dict}
+    additional = dict(additional_config or {})
+    if additional.get("device") == "cuda:0":  # lm-eval's default, on machines without one and for every process
+        del additional["device"]
+    given = {**additional, **arg_dict}
     given = {name: value for name, value in given.items() if value is not None}
     given["model"] = given.pop("pretrained", given.get("model"))
     batch_size, seed = int(given.pop("batch_size", 1)), int(given.pop("seed", 42))
@@ -289,6 +293,9 @@ def main() -> None:
         if distributed.is_main():
             try:
                 cli_evaluate()
+            except (UsageError, RunError) as error:
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(2 if isinstance(error, UsageError) else 1)
             finally:
                 SelfSpeculativeLM.dismiss()
         elif (work := distributed.broadcast(None)) is not None:

@@ -20,7 +20,7 @@ import eval as script
 from self_speculation import cli, distributed, evaluating
 from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, UsageError
 from self_speculation.evaluating import EvalConfig
-from self_speculation.loading import load
+from self_speculation.loading import DEFAULT_MODEL, load
 from self_speculation.task_settings import combined, explicit_level, level, parse_gen_kwargs, stop_strings
 from tests.folders import CHAT_TEMPLATE, byte_tokenizer, save_tiny_model, tiny_llama
 
@@ -100,11 +100,19 @@ def test_scores_and_texts_equal_lm_evals_own_model(name, loaded, hf_results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_scores_and_texts_equal_lm_evals_own_model_on_smollm2(name):
-    big = load("smollm2-135m", dtype="float32")
-    own = HFLM(pretrained=big.model.hf_model, tokenizer=big.tokenizer, batch_size=1)
-    assert run_local(make(big, name)) == run_local(own)
+@pytest.mark.parametrize("model", ["smollm2-135m", DEFAULT_MODEL])
+def test_scores_and_texts_equal_lm_evals_own_model_on_real_weights(model):
+    big = load(model, dtype="float32")
+    theirs = run_local(HFLM(pretrained=big.model.hf_model, tokenizer=big.tokenizer, batch_size=1))
+    for name in STRATEGIES:
+        assert run_local(make(big, name)) == theirs, name
+
+
+@pytest.mark.slow
+def test_code_tasks_of_lm_eval_itself_are_refused_without_leave(run):
+    code, _, err = run("--tasks", "humaneval")
+    assert code == 2
+    assert "--confirm_run_unsafe_code True" in err
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +267,7 @@ def test_one_beginning_of_sequence_with_and_without_a_chat_template(loaded):
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
-    assert tokenizer("x")["input_ids"] == [256, 120]
+    assert tokenizer("x")["input_ids"][0] == 256
     lm = make(type(loaded)(loaded.name, loaded.model, tokenizer))
     chat = lm.apply_chat_template([{"role": "user", "content": "hi"}])
     assert chat.startswith("<s><user>hi")
@@ -322,6 +330,7 @@ def read(tmp_path, pattern):
     return list(csv.DictReader(path.open())) if path.suffix == ".csv" else [json.loads(line) for line in path.open()]
 
 
+MATH = ("--tasks", "local_math", "--include_path", LOCAL)
 SPECULATIVE = ("--generation_strategy", "self_speculative", "--exit_layer", "3", "--num_speculations", "4")
 
 
@@ -361,7 +370,7 @@ def test_files_and_table(run, tmp_path):
 
 def test_chat_with_system_instruction_and_turns(run, tmp_path):
     chat = ("--apply_chat_template", "True", "--system_instruction", "Be brief.", "--log_samples", "True")
-    code, _, err = run("--tasks", "local_math", "--include_path", LOCAL, "--limit", "1", "--max_steps", "4", *chat)
+    code, _, err = run(*MATH, "--limit", "1", "--max_steps", "4", *chat)
     assert code == 0, err
     (line,) = read(tmp_path, "eval_*_samples.jsonl")
     assert line["prompt"].startswith("<system>Be brief.</s><user>Question: Ida")
@@ -382,12 +391,12 @@ def test_predict_only(run, tmp_path):
     [
         ((), 2, "--tasks"),
         (("--tasks", "local_math", "--include_path", "nowhere"), 1, "--include_path nowhere"),
-        (("--tasks", "local_math", "--include_path", LOCAL, "--limit", "0"), 2, "--limit 0"),
-        (("--tasks", "local_math", "--include_path", LOCAL, "--limit", "1.5"), 2, "--limit 1.5"),
-        (("--tasks", "local_math", "--include_path", LOCAL, "--gen_kwargs", "beams=2"), 2, "--gen_kwargs beams"),
-        (("--tasks", "local_math", "--include_path", LOCAL, "--fewshot_as_multiturn", "True"), 2, "--apply_chat_template"),
+        ((*MATH, "--limit", "0"), 2, "--limit 0"),
+        ((*MATH, "--limit", "1.5"), 2, "--limit 1.5"),
+        ((*MATH, "--gen_kwargs", "beams=2"), 2, "--gen_kwargs beams"),
+        ((*MATH, "--fewshot_as_multiturn", "True"), 2, "--apply_chat_template"),
         (("--tasks", "list,local_math", "--include_path", LOCAL), 2, "--tasks list,local_math"),
-        (("--tasks", "local_math", "--include_path", LOCAL, "--verbosity", "loud"), 2, "--verbosity LOUD"),
+        ((*MATH, "--verbosity", "loud"), 2, "--verbosity LOUD"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(run, arguments, code, words):
@@ -454,9 +463,9 @@ def test_code_is_not_run_without_leave(run, tmp_path):
 
 
 def test_lm_evals_own_command_line(folder, tmp_path, capsys, monkeypatch, only_included):
-    arguments = f"""--model self_speculation --tasks local_math,local_choice --include_path {LOCAL} --limit 2
-        --model_args pretrained={folder},dtype=float32,generation_strategy=self_speculative,exit_layer=3,num_speculations=4
-        --gen_kwargs max_gen_toks=6"""
+    model = f"pretrained={folder},dtype=float32,generation_strategy=self_speculative,exit_layer=3,num_speculations=4"
+    arguments = f"""--model self_speculation --model_args {model} --tasks local_math,local_choice --include_path {LOCAL}
+        --limit 2 --gen_kwargs max_gen_toks=6"""
     monkeypatch.setattr(sys, "argv", ["lm-eval", *arguments.split()])
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     harness.main()
@@ -476,19 +485,16 @@ def test_processes_share_the_requests(folder, tmp_path):
     assert run.stdout.count("|local_math") == 1
     rows = read(tmp_path, "eval_*_samples.csv")
     assert {row["rank"] for row in rows if row["dataset"] == "local_math"} == {"0", "1"}
-    shared = {
-        (row["task"], row["filter"], row["metric"]): float(row["value"]) for row in read(tmp_path, "eval_*[0-9].csv")
-    }
-    lines = {
-        (line["dataset"], line["sample_id"]): line["prediction"] for line in read(tmp_path, "eval_*_samples.jsonl")
-    }
+    scores, lines = read(tmp_path, "eval_*[0-9].csv"), read(tmp_path, "eval_*_samples.jsonl")
+    shared = {(row["task"], row["filter"], row["metric"]): float(row["value"]) for row in scores}
+    said = {line["sample_id"]: line["prediction"] for line in lines if line["dataset"] == "local_math"}
     lm = make(load(str(folder), dtype="float32"), max_steps=8)
     config = EvalConfig(tasks=["local_math,local_choice,local_perplexity"], include_path=LOCAL, limit=3)
     results = evaluating.run_tasks(lm, evaluating.load_tasks(config), config)
     for row in evaluating.score_rows(results, [], lm.settings()):
         assert shared[row["task"], row["filter"], row["metric"]] == row["value"]
     for sample in results["samples"]["local_math"]:
-        assert lines["local_math", str(sample["doc_id"])] == sample["resps"][0][0]
+        assert said[str(sample["doc_id"])] == sample["resps"][0][0]
 
 
 def test_a_failure_elsewhere_is_reported_by_the_main_process(loaded, monkeypatch):
