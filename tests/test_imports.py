@@ -14,9 +14,9 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"distributed", "modeling", "loading"},
     {"drafters", "sampling", "stopping", "stats"},
     {"decoding", "datasets", "metrics", "streaming"},
-    {"cli", "records", "costs", "prediction", "training"},
+    {"cli", "records", "responses", "costs", "prediction", "grid", "task_settings", "training"},
     {"auto", "generation", "peers", "strategies"},
-    {"benchmarking", "correctness", "harness", "search", "sweeping"},
+    {"benchmarking", "correctness", "harness", "evaluating", "search", "sweeping"},
 ]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
