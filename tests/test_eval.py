@@ -309,6 +309,15 @@ def test_kept_answers_are_for_the_same_model_and_settings_only(loaded, tmp_path,
     assert again(type(loaded)(loaded.name, type(loaded.model)(other), loaded.tokenizer))[1] == 2
 
 
+def test_kept_prompts_do_not_freeze_generation_settings(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path))
+    for steps in (3, 5):
+        lm = make(loaded, gen_kwargs={"max_gen_toks": steps})
+        run_local(lm, "local_math", cache_requests=True)
+        assert {row["new_tokens"] for row in lm.rows.values()} == {steps}
+    assert any(tmp_path.iterdir())
+
+
 @pytest.fixture
 def run(folder, tmp_path, capsys, monkeypatch):
     """Run eval.py in this process: (exit code, standard output, standard error)."""

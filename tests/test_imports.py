@@ -16,7 +16,7 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"decoding", "datasets", "metrics", "streaming"},
     {"cli", "records", "responses", "costs", "prediction", "grid", "task_settings", "training"},
     {"auto", "generation", "peers", "strategies"},
-    {"benchmarking", "correctness", "harness", "evaluating", "search", "sweeping"},
+    {"benchmarking", "correctness", "evaluating", "harness", "evaluating", "search", "sweeping"},
 ]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
