@@ -226,10 +226,11 @@ def _convert(files: list[Path], folder: Path) -> None:
             if start.read(4) != b"GGUF":
                 raise RunError(f"{files[0]}: not a GGUF file")
         with _explained(str(files[0])):
-            from transformers import GgufConfig
-
+            dequantize = {}
+            if hasattr(transformers, "GgufConfig"):  # releases before 5.17 know no other way than to dequantize
+                dequantize = {"quantization_config": transformers.GgufConfig(dequantize=True)}
             model = AutoModelForCausalLM.from_pretrained(
-                scratch, gguf_file=joined.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+                scratch, gguf_file=joined.name, dtype=torch.float32, **dequantize
             )
             tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=joined.name)
         made = Path(scratch) / "converted"
