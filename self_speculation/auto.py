@@ -28,7 +28,7 @@ from .prediction import Rounds, simulate, trace
 from .sampling import Sampler, sample_seed
 from .stopping import Stopper
 
-VERSION = 1  # of what is kept
+VERSION = 2  # of what is kept
 PROMPTS = (
     "Article: The harbour town of Wenlow has opened a bridge for walkers and cyclists, two years later than planned. "
     "It joins the old market to the station and cost eleven million pounds. The mayor said that it would shorten the "
@@ -36,7 +36,7 @@ PROMPTS = (
     'def moving_average(values, width):\n    """The mean of each `width` neighbouring numbers in a list."""\n',
     "Question: How does a bicycle stay upright while it is moving?\n\nAnswer:",
 )
-EXITS = 8  # exit layers tried, spread over the model
+EXITS = 12  # exit layers tried, spread over the first three quarters of the model
 MOST_SPECULATIONS = 8
 SECONDS = 2.0  # about what writing the texts takes, within the bounds below; measuring costs takes as long again
 LEAST_TOKENS, MOST_TOKENS = 12, 64  # a text
@@ -82,7 +82,7 @@ def choose_cell(loaded: Loaded, config: GenerationConfig, notify: Callable[[str]
 def _kept(loaded: Loaded, config: GenerationConfig) -> list[Cell]:
     """The predicted cells, from the file kept for this model and these settings if there is one."""
     model = loaded.model
-    exits = spread(1, model.num_layers - 1, EXITS) if config.exit_layer == -1 else (config.exit_layer,)
+    exits = spread(1, max(1, model.num_layers * 3 // 4), EXITS) if config.exit_layer == -1 else (config.exit_layer,)
     lengths = tuple(range(1, MOST_SPECULATIONS + 1))
     if config.num_speculations != -1:
         lengths = (config.num_speculations,)

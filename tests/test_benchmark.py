@@ -12,7 +12,7 @@ from self_speculation.modeling import SelfSpeculativeModel
 from self_speculation.records import RUN_COLUMNS, SAMPLE_COLUMNS
 from self_speculation.strategies import make_strategies, parse_strategies
 from tests.folders import byte_tokenizer
-from tests.runs import arguments, call, exit_friendly, save_exit_friendly, start, steady, tables
+from tests.runs import ROOT, arguments, call, exit_friendly, save_exit_friendly, start, steady, tables
 
 STRATEGIES = (
     "early_exit:exit_layer=3:num_speculations=3,prompt_lookup:num_speculations=4,"
@@ -192,21 +192,16 @@ def test_two_processes_write_the_rows_of_one(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failing_process_ends_the_run(model, tmp_path):
-    bad = tmp_path / "sitecustomize.py"
-    bad.write_text(
-        "import os\nif os.environ.get('RANK') == '1':\n"
+def test_a_failing_process_ends_the_run(model, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
         "    import self_speculation.benchmarking as b\n"
-        "    def fail(*a): raise RuntimeError('the disk is full')\n"
+        "    def fail(*arguments): raise RuntimeError('the disk is full')\n"
         "    b._decode = fail\n"
     )
-    import os
-
-    os.environ["PYTHONPATH"] = f"{tmp_path}:{bad.parent.parent}"
-    try:
-        child = start("benchmark", arguments(model, tmp_path / "out", num_samples=6, max_steps=200), 2)
-        _, errors = child.communicate(timeout=240)
-    finally:
-        del os.environ["PYTHONPATH"]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    child = start("benchmark", arguments(model, tmp_path / "out", num_samples=8, max_steps=200), 2)
+    _, errors = child.communicate(timeout=240)
     assert child.returncode != 0
     assert "error: process 1: RuntimeError: the disk is full" in errors
