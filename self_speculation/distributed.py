@@ -36,14 +36,19 @@ def is_main() -> bool:
 
 
 def join(timeout_minutes: float = 60) -> None:
-    """Join the process group: nccl on GPUs, gloo elsewhere. Does nothing for a single process."""
+    """Join the process group: nccl where each process has a GPU of its own (which becomes its current one, where nccl
+    expects what is exchanged), gloo elsewhere. Does nothing for a single process."""
     if world_size() == 1:
         return
     import torch
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        own_gpu = gpus >= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        if own_gpu:
+            torch.cuda.set_device(local_rank())
+        backend = "nccl" if own_gpu else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
