@@ -10,6 +10,7 @@ from self_speculation.evaluating import EvalConfig
 def main(model: ModelConfig, generation: GenerationConfig, tasks: EvalConfig, run: RunConfig) -> None:
     """Run lm-eval tasks with any strategy and drafter, and report scores beside the speed."""
     from self_speculation import evaluating
+    from self_speculation import scores as result_rows
     from self_speculation.records import SAMPLE_COLUMNS, RunLog
     from self_speculation.task_settings import parse_gen_kwargs
 
@@ -28,7 +29,7 @@ def main(model: ModelConfig, generation: GenerationConfig, tasks: EvalConfig, ru
         batch_size=tasks.batch_size, use_cache=tasks.use_cache, notify=cli.note,
         on_text=lambda row, text: samples.write(row, prediction=text),
     )  # fmt: skip
-    scores = RunLog("eval", run.output_dir, evaluating.SCORE_COLUMNS, as_dict(model, generation, tasks, run),
+    scores = RunLog("eval", run.output_dir, result_rows.SCORE_COLUMNS, as_dict(model, generation, tasks, run),
                     key=("task", "filter", "metric"))  # fmt: skip
     samples = scores.table("samples", SAMPLE_COLUMNS, key=("dataset", "sample_id"))
     results = {}
@@ -36,7 +37,7 @@ def main(model: ModelConfig, generation: GenerationConfig, tasks: EvalConfig, ru
         if distributed.is_main():
             try:
                 results = evaluating.run_tasks(lm, loaded_tasks[0], tasks)
-                for row, prediction in evaluating.sample_rows(results, lm.rows, lm.settings(), tasks.log_samples):
+                for row, prediction in result_rows.sample_rows(results, lm.rows, lm.settings(), tasks.log_samples):
                     samples.write(row, **prediction)
             finally:
                 lm.dismiss()
@@ -46,13 +47,13 @@ def main(model: ModelConfig, generation: GenerationConfig, tasks: EvalConfig, ru
         lm.close()
         sample_rows = samples.finish()
         if results:
-            rows = evaluating.score_rows(results, sample_rows, lm.settings())
+            rows = result_rows.score_rows(results, sample_rows, lm.settings())
             for row in rows:
                 scores.write(row)
         scores.finish()
     if distributed.is_main():
-        scores.append_run(evaluating.run_row(sample_rows, rows))
-        print(evaluating.table(results, rows), flush=True)
+        scores.append_run(result_rows.run_row(sample_rows, rows))
+        print(result_rows.table(results, rows), flush=True)
         cli.note(f"scores in {scores.path}")
 
 

@@ -14,9 +14,9 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"distributed", "modeling", "loading"},
     {"drafters", "sampling", "stopping", "stats"},
     {"decoding", "datasets", "metrics", "streaming"},
-    {"cli", "records", "responses", "costs", "prediction", "grid", "task_settings", "training"},
+    {"cli", "records", "responses", "scores", "costs", "prediction", "grid", "task_settings", "training"},
     {"auto", "generation", "peers", "strategies"},
-    {"benchmarking", "correctness", "evaluating", "harness", "evaluating", "search", "sweeping"},
+    {"benchmarking", "correctness", "evaluating", "harness", "search", "sweeping"},
 ]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
