@@ -38,7 +38,13 @@ def test_greedy_equals_generate(row):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_equals_generate_everywhere(family):
+    """The full cross, without what a drafter does not look at."""
     for row in product([family], *COLUMNS[1:]):
+        _, _, drafter, exit_layer, num_speculations, *_ = row
+        if "early_exit" not in drafter and exit_layer != EXITS[0]:
+            continue
+        if not drafter and num_speculations != SPECULATIONS[0]:
+            continue
         check(*row)
 
 
@@ -56,20 +62,19 @@ def test_family_takes_the_direct_way(family):
 def test_text_is_lively_and_early_exits_are_sometimes_right(family):
     """Identity would mean little for a model that repeats one token or whose drafts are always wrong."""
     prompt = tiny.prompt_ids(24)
-    assert len(set(tiny.oracle(family, tuple(prompt), 24))) >= 4
+    assert len(set(tiny.oracle(family, tuple(prompt), 16))) >= 4
     model = tiny.split(family)
     drafter = tiny.new_drafter("early_exit", model, 2)
-    assert 0 < tiny.run(model, drafter, prompt, steps=24).stats.acceptance_rate < 1
+    assert 0 < tiny.run(model, drafter, prompt, steps=16).stats.acceptance_rate < 1
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("way", tiny.WAYS)
-def test_float32_differs_only_at_near_ties(family, way):
+def test_float32_differs_only_at_near_ties(family):
     """Design, correctness rule 1. Case: EAGLE #75, #212: the gap at the first divergence decides."""
-    model = tiny.split(family, way, torch.float32)
+    model = tiny.split(family, "direct", torch.float32)
     prompt = tuple(tiny.prompt_ids(24))
-    expected = tiny.oracle(family, prompt, 24, torch.float32)
-    got = tiny.run(model, tiny.new_drafter("early_exit", model, 3, 5), prompt, steps=24).tokens
+    expected = tiny.oracle(family, prompt, 16, torch.float32)
+    got = tiny.run(model, tiny.new_drafter("early_exit", model, 3, 5), prompt, steps=16).tokens
     first = next((i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b), None)
     if first is not None:
         with torch.inference_mode():
