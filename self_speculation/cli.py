@@ -9,7 +9,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any, NoReturn
 
 from . import distributed
@@ -84,13 +83,6 @@ def note(message: str) -> None:
     """One line of information for the person at the terminal, from the first process only."""
     if distributed.is_main():
         print(f"note: {message}", file=sys.stderr, flush=True)
-
-
-def given_flags(config: Any, argv: Sequence[str] | None = None) -> set[str]:
-    """Names of the fields of `config` that stand on the command line."""
-    arguments = sys.argv[1:] if argv is None else argv
-    written = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a.startswith("--")}
-    return {field.name for field in fields(config) if field.name in written or f"no_{field.name}" in written}
 
 
 def _print_error(message: str, error: Exception) -> None:

@@ -189,7 +189,7 @@ class DirectLayers:
             raise Unsupported("masks or rotary embeddings that depend on the length")
         self.tables: list[tuple[torch.Tensor, ...]] = []  # distinct rotary tables, each (cos, sin), [1, positions, d]
         self.table_of_layer: list[int] = []
-        self.keywords: list[dict[str, Any]] = []  # what each layer is given; None stands for what run() fills in
+        self.keywords: list[dict[str, Any]] = []  # what each layer is given beside what run() fills in
         self._learn(TABLE_STEP)
         self.scale = self._embedding_scale()
 
