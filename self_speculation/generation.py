@@ -100,12 +100,10 @@ class Generator:
         row.update({name: None for name in ("exit_layer", "num_speculations") if row[name] == -1})
         if config.greedy:
             row.update(sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
-        attn, mlp = config.skipped()
         if config.adaptive_draft_exit:
             row["draft_exit_rule"] = config.draft_exit_rule
         return row | {
-            "skip_attn": attn or None,
-            "skip_mlp": mlp or None,
+            **(self.draft_alone.skip.columns() if self.draft_alone and self.draft_alone.skip else {}),
             **self.drafter.columns(),
             "model": self.loaded.name,
             "dtype": str(model.dtype).removeprefix("torch."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -64,6 +65,6 @@ class Drafter(ABC):
     def observe(self, context: Context, outcome: Round) -> None:
         """What came of the last proposal; `context.tokens` has grown."""
 
-    def columns(self) -> dict[str, float]:
+    def columns(self) -> dict[str, Any]:
         """What a result row should know of the drafter's state after a text."""
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..stats import Round
 from .base import Context, Draft, Drafter
@@ -38,5 +39,5 @@ class ChainDrafter(Drafter):
         if self.chosen is not None:
             self.chosen.observe(context, outcome)
 
-    def columns(self) -> dict[str, float]:
+    def columns(self) -> dict[str, Any]:
         return {name: value for part in self.parts for name, value in part.columns().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ class LayersDrafter(Drafter):
         if self.draft_exit is not None and outcome.drafted and self.limit == context.num_speculations:
             self.draft_exit.observe(outcome.drafted, outcome.accepted, self.limit)
 
-    def columns(self) -> dict[str, float]:
+    def columns(self) -> dict[str, Any]:
         return {} if self.draft_exit is None else {"draft_exit_threshold": self.draft_exit.threshold}
 
 
@@ -91,6 +92,9 @@ class SkipLayerDrafter(LayersDrafter):
 
     def run(self, context: Context, token: int, position: int) -> torch.Tensor:
         return context.model.run(context.model.ids([token]), context.cache, position, skip=self.skip)
+
+    def columns(self) -> dict[str, Any]:
+        return {**super().columns(), **self.skip.columns()}
 
 
 def confidence(logits: torch.Tensor, token: int) -> float:

@@ -30,6 +30,10 @@ class SkipSet:
     def __len__(self) -> int:
         return len(self.attn) + len(self.mlp)
 
+    def columns(self) -> dict[str, Any]:
+        """The set as columns of a result row, empty kinds left out."""
+        return {"skip_attn": tuple(sorted(self.attn)) or None, "skip_mlp": tuple(sorted(self.mlp)) or None}
+
     def check(self, num_layers: int) -> None:
         """Raise `UsageError` unless the set fits a model of `num_layers` layers and leaves out some, not all."""
         for name, ids in (("skip_attn_layers", self.attn), ("skip_mlp_layers", self.mlp)):
