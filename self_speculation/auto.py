@@ -28,7 +28,7 @@ from .prediction import Rounds, simulate, trace
 from .sampling import Sampler, sample_seed
 from .stopping import Stopper
 
-VERSION = 2  # of what is kept
+VERSION = 3  # of what is kept
 PROMPTS = (
     "Article: The harbour town of Wenlow has opened a bridge for walkers and cyclists, two years later than planned. "
     "It joins the old market to the station and cost eleven million pounds. The mayor said that it would shorten the "
@@ -129,7 +129,7 @@ def predict(
             sums.acceptance_rate or 0.0,
             sums.tokens_per_round or 0.0,
             sums.speedup(measured, exit_layer) or 0.0,
-            measured.draft_step(exit_layer) / measured.step,
+            measured.draft_step(exit_layer, length) / measured.step,
             measured.verification(exit_layer, length) / measured.step,
             measured.break_even(exit_layer, length),
         )

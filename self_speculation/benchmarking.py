@@ -222,16 +222,18 @@ def explain(loaded: Loaded, strategy: Strategy, sample: Sample, pool: Row) -> li
         return []
     exit_layer, length = generator.config.exit_layer, generator.config.num_speculations
     costs = round_costs(loaded, generator.config, sample.ids, [exit_layer], [length])
-    draft, verify = costs.draft_step(exit_layer), costs.verification(exit_layer, length)
+    draft, verify = costs.draft_step(exit_layer, length), costs.verification(exit_layer, length)
     even = costs.break_even(exit_layer, length)
     lines = [
         f"{strategy.name}: a step of the whole model takes {1e3 * costs.step:.1f} ms, a draft step {1e3 * draft:.1f} "
         f"ms, verifying {length} drafts {1e3 * verify:.1f} ms; acceptance {rate:.1%}, break-even {even:.1%}"
     ]
-    if rate < even:
+    speedup = pool["metrics"].get("speedup")
+    if rate < even if speedup is None else speedup < 1:
         lines.append(
-            f"warning: {strategy.name}: acceptance is below break-even, so this is slower than autoregressive "
-            "decoding; use a model trained for early exit, another --exit_layer, or fewer --num_speculations"
+            f"warning: {strategy.name}: acceptance is too low for what a round costs, so this is slower than "
+            "autoregressive decoding; use a model trained for early exit, another --exit_layer, or fewer "
+            "--num_speculations"
         )
     return lines
 

@@ -63,6 +63,7 @@ def test_other_curricula():
     assert {tuple(each) for each in drawn} == {(1, 5), (3, 5)}
     assert {each[0] for t in range(100) for each in [enabled_layers("random", t, 100, 6)]} == {0, 1, 2, 3, 4}
     assert enabled_layers("random", 0, 10, 1) == [0]
+    assert enabled_layers("draft", 3, 10, 6, draft_layers=(1, 3)) == [1, 3, 5]
 
 
 def test_paper_scale_by_hand():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..config import UsageError, flag, parse_ids, require, require_choice
 
 RECIPES = ("layerskip", "evaluate_exits")
-CURRICULA = ("rotational", "gradual", "random", "all", "none")
+CURRICULA = ("rotational", "gradual", "random", "draft", "all", "none")
 LOSS_SCALES = ("paper", "uniform", "balanced", "draft")
 DROPOUT_SCHEDULES = ("auto", "constant", "exponential")
 OPTIMIZERS = ("adamw", "muon")
@@ -49,13 +49,15 @@ class TrainConfig:
 
     layer_dropout: float = flag(0.0, "p_max, the dropout probability of the last layer")
     dropout_schedule: str = flag("auto", "S(t): constant, exponential, or auto (exponential from scratch)")
-    exit_curriculum: str = flag("rotational", "which exits learn at a step: rotational, gradual, random, all or none")
+    exit_curriculum: str = flag(
+        "rotational", "which exits learn at a step: rotational, gradual, random, draft, all or none"
+    )
     rotation: int = flag(4, "R of the rotational curriculum: every R-th layer, rolled each step")
     early_exit_scale: float = flag(1.0, "e_scale: weight of the early exits under the loss scale `paper`")
     loss_scale: str = flag("paper", "weights of the exits' losses: paper, uniform, balanced or draft")
     draft_exits: str | None = flag(
-        None, "exit layers that drafting will use, such as 2,4,6: the only ones the curriculum random draws, and the "
-        "ones that carry the loss scale draft", unset="every one"
+        None, "exit layers that drafting will use, such as 2,4,6: the only ones the curricula random and draft take, "
+        "and the ones that carry the loss scale draft", unset="every one"
     )  # fmt: skip
     self_distillation: float = flag(
         0.0, "what early exits learn: 0 the data, 1 the last layer's distribution, between them a mix"
@@ -102,7 +104,8 @@ class TrainConfig:
             raise UsageError(f"--lora_rank {self.lora_rank}: a model from scratch (--config) has no weights to keep")
         if self.config and self.recipe == "evaluate_exits":
             raise UsageError("--config: evaluate_exits measures a trained model; give --model")
-        self.exits_for_drafting()
+        if not self.exits_for_drafting() and self.exit_curriculum == "draft":
+            raise UsageError("--exit_curriculum draft: name the exits with --draft_exits")
 
     def exits_for_drafting(self) -> tuple[int, ...]:
         """`--draft_exits` as numbers, empty when not given."""

@@ -46,13 +46,16 @@ def enabled_layers(
 
     - rotational: every R-th layer, rolled by one each step;
     - gradual: from layer L-1 down, one more every T / (2 L) steps, so that all learn from half of the training on;
-    - random: one of `draft_layers` (by default any but the last), drawn anew each step.
+    - random: one of `draft_layers` (by default any but the last), drawn anew each step;
+    - draft: every one of `draft_layers`.
     """
     last = layers - 1
     if curriculum == "none":
         early: Sequence[int] = []
     elif curriculum == "all":
         early = range(last)
+    elif curriculum == "draft":
+        early = draft_layers
     elif curriculum == "rotational":
         early = [layer for layer in range(last) if (layer - step) % rotation == 0]
     elif curriculum == "gradual":
