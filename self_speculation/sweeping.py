@@ -24,9 +24,11 @@ from .strategies import AUTOREGRESSIVE, Strategy
 
 ROUND_COLUMNS = (
     "sample_id", "exit_layer", "num_speculations", "prompt_tokens", "decode_tokens", "rounds", "drafted", "accepted",
-    "rounds_by_length", "exact",
+    "rounds_by_length", "exact", "autoregressive_s",
 )  # fmt: skip
-"""Predicted rounds of a sample in a cell; rounds_by_length counts rounds with 0, 1, 2, ... drafts."""
+"""Predicted rounds of a sample in a cell; rounds_by_length counts rounds with 0, 1, 2, ... drafts, autoregressive_s is
+the decode time of the pass that all cells are predicted from."""
+MEASURING = 0.05  # of the time that the grid would take, spent on measuring what rounds cost
 
 
 def base_config(config: GenerationConfig) -> GenerationConfig:
@@ -122,7 +124,7 @@ def predict_rounds(
                 "sample_id": sample.id, "exit_layer": exit_layer, "num_speculations": length,
                 "prompt_tokens": len(sample.ids), "decode_tokens": rounds.decode_tokens, "rounds": rounds.rounds,
                 "drafted": rounds.drafted, "accepted": rounds.accepted, "exact": found.exact,
-                "rounds_by_length": " ".join(map(str, by_length)),
+                "rounds_by_length": " ".join(map(str, by_length)), "autoregressive_s": decoded.stats.decode_s,
             })  # fmt: skip
 
 
@@ -142,7 +144,8 @@ def predicted_cells(
     written = round(_total(rows, "decode_tokens") / max(1, len(rows)) / 2)  # on average half the text is there
     ids = [middle.ids[i % len(middle.ids)] for i in range(len(middle.ids) + written)]
     few = spread(lengths[0], lengths[-1], 6)
-    costs = round_costs(loaded, config, ids, spread(exits[0], exits[-1], 3), few, seconds=10)
+    seconds = MEASURING * _total(rows, "autoregressive_s")  # a row a cell: about what the grid would take
+    costs = round_costs(loaded, config, ids, spread(exits[0], exits[-1], 3), few, seconds=seconds)
     found = []
     for (exit_layer, _), rounds in sums.items():
         values = (
