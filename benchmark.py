@@ -46,7 +46,7 @@ def main(
     try:
         with distributed.own_work():
             measure(
-                loaded, strategies, distributed.share(samples), log, dataset=data,
+                loaded, strategies, samples, log, dataset=data,
                 score=lambda text, example: metrics.score(data.dataset, text, example, benchmark.allow_code_execution),
             )  # fmt: skip
     except BaseException:

@@ -38,12 +38,13 @@ def main(
     texts = verdicts.table("samples", SAMPLE_COLUMNS, key=SAMPLE_KEY)
     try:
         with distributed.own_work():
-            check(loaded, strategies, distributed.share(samples), data, verdicts, texts)
+            check(loaded, strategies, samples, data, verdicts, texts)
     except BaseException:
         cli.note(f"rows are kept; go on with --resume {verdicts.path}")
         raise
-    texts.finish()
-    rows = verdicts.finish()
+    order = [sample.id for sample in samples]
+    texts.finish(order)
+    rows = verdicts.finish(order)
     if distributed.is_main():
         print("\n".join(report(rows)), flush=True)
         cli.note(f"verdicts in {verdicts.path}, texts in {texts.path}")

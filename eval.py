@@ -26,26 +26,27 @@ def main(model: ModelConfig, generation: GenerationConfig, tasks: EvalConfig, ru
 
     lm = SelfSpeculativeLM(
         load(model), generation, gen_kwargs=parse_gen_kwargs(tasks.gen_kwargs), seed=run.seed,
-        batch_size=tasks.batch_size, use_cache=tasks.use_cache, notify=cli.note,
+        use_cache=tasks.use_cache, notify=cli.note,
         on_text=lambda row, text: samples.write(row, prediction=text),
     )  # fmt: skip
     scores = RunLog("eval", run.output_dir, result_rows.SCORE_COLUMNS, as_dict(model, generation, tasks, run),
                     key=("task", "filter", "metric"))  # fmt: skip
     samples = scores.table("samples", SAMPLE_COLUMNS, key=("dataset", "sample_id"))
-    results = {}
+    results, order = {}, []
     try:
         if distributed.is_main():
             try:
                 results = evaluating.run_tasks(lm, loaded_tasks[0], tasks)
                 for row, prediction in result_rows.sample_rows(results, lm.rows, lm.settings(), tasks.log_samples):
                     samples.write(row, **prediction)
+                    order.append((row["dataset"], row["sample_id"]))
             finally:
                 lm.dismiss()
         else:
             lm.serve()
     finally:
         lm.close()
-        sample_rows = samples.finish()
+        sample_rows = samples.finish(order)
         if results:
             rows = result_rows.score_rows(results, sample_rows, lm.settings())
             for row in rows:

@@ -19,6 +19,7 @@ from self_speculation.config import (
     UsageError,
     as_dict,
     flag,
+    require,
     require_choice,
 )
 
@@ -55,6 +56,8 @@ class PromptConfig:
 def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig, run: RunConfig) -> int:
     """Generate text with one model that drafts with part of itself and verifies with the whole."""
     distributed.keep_only_main()
+    require(generation.batch_size == 1, "batch_size", generation.batch_size,
+            "generate.py answers one prompt at a time; benchmark.py, eval.py and sweep.py decode batches")  # fmt: skip
     given = read_prompts(prompts)  # a missing file is reported before the model is loaded
     from self_speculation.generation import Generator
     from self_speculation.loading import load

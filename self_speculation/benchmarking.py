@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from . import datasets, distributed, metrics
 from .config import GenerationConfig
@@ -24,6 +23,8 @@ from .strategies import AUTOREGRESSIVE, Strategy
 Row = dict[str, Any]
 
 WARM_UP_STEPS = 8
+BATCHES = 4  # batches that a strategy decodes in its turn, where several take turns
+UNITS = 4  # parts of the work a process, so that none idles long at the end
 KEY = ("sample_id", "strategy")
 NOT_POOLED = ("first_difference", "top2_gap")  # columns beyond the fixed ones whose mean means nothing
 
@@ -76,14 +77,14 @@ def measure(
     identity: bool = True,
     again: bool = False,
 ) -> None:
-    """Decode every sample by every strategy and write the rows.
+    """Decode every sample by every strategy and write the rows, sharing the work with the other processes.
 
-    Sample by sample all strategies take their turn, in an order that rotates, so that drift hits all alike. A sample's
-    rows are written together. Rows that `log` has already are skipped; with `identity`, a sample of which one is
-    missing is done anew.
+    Sample by sample (with batches, a few batches at a time) all strategies take their turn, in an order that rotates,
+    so that drift hits all alike. Rows that `log` has already are skipped; with `identity`, a sample of which one is
+    missing is done anew, and its rows are written together.
 
     Args:
-        samples, strategies: this process's share.
+        samples, strategies: all there are, in every process.
         identity: compare greedy texts with those of the autoregressive strategy.
         again: decode also what `log` has.
     """
@@ -93,31 +94,88 @@ def measure(
         if missing:
             todo.append((sample, strategies if identity else missing))
     if todo:
-        for strategy in strategies:
-            steps = min(WARM_UP_STEPS, strategy.generator.config.max_steps or 1)
-            _decode(strategy.with_steps(loaded, steps), todo[0][0])
-    with tqdm(total=sum(len(turn) for _, turn in todo), unit="text", disable=not distributed.is_main()) as bar:
-        for sample, turn in todo:
-            first = sample.number % len(turn)
-            texts: dict[str, Decoded] = {}
-            for strategy in [*turn[first:], *turn[:first]]:
-                texts[strategy.name] = _decode(strategy.generator, sample)
-                bar.update()
-            reference = texts.get(AUTOREGRESSIVE) if identity and len(turn) > 1 else None
-            for strategy in turn:
-                decoded = texts[strategy.name]
-                row = sample_row(strategy, sample, decoded, dataset)
-                if reference is not None and strategy.generator.config.greedy:
-                    row |= compare(loaded, sample.ids, reference.tokens, decoded.tokens)
-                row |= score(decoded.text, sample.example)
-                log.write(row, prediction=decoded.text, reference=sample.example.reference, tokens=decoded.tokens)
+        warm_up(loaded, strategies, todo[0][0])
+    with distributed.Progress(sum(len(turn) for _, turn in todo), unit="text") as progress:
+        for unit in _units(todo, strategies, identity):
+            for sample, turn, texts in _decode(unit, strategies, identity):
+                reference = texts.get(AUTOREGRESSIVE) if identity and len(turn) > 1 else None
+                for strategy in turn:
+                    decoded = texts[strategy.name]
+                    row = sample_row(strategy, sample, decoded, dataset)
+                    if reference is not None and strategy.generator.config.greedy:
+                        row |= compare(loaded, sample.ids, reference.tokens, decoded.tokens)
+                    row |= score(decoded.text, sample.example)
+                    log.write(row, prediction=decoded.text, reference=sample.example.reference, tokens=decoded.tokens)
+                progress.add(len(turn))
 
 
-def _decode(generator: Any, sample: Sample) -> Decoded:
-    decoded = generator(sample.ids, sample_id=sample.id)
-    if decoded.stop_reason == "interrupted":
-        raise KeyboardInterrupt
-    return decoded
+Turns = list[tuple[Sample, Sequence[Strategy]]]  # samples, and the strategies that each is decoded by
+
+
+def _units(todo: Turns, strategies: Sequence[Strategy], identity: bool) -> Iterator[Iterable[Any]]:
+    """This process's work in parts, in which each strategy takes one turn.
+
+    A single strategy has one part, whose samples come one by one as there is place for them in its batch.
+    """
+    batch = max(strategy.generator.config.batch_size for strategy in strategies)
+    if len(strategies) == 1:
+        yield distributed.pull(todo)
+        return
+    if batch > 1:
+        fair = -(-len(todo) // (2 * distributed.world_size()))
+        size = max(batch, min(fair, BATCHES * batch))
+        yield from distributed.pull([todo[first : first + size] for first in range(0, len(todo), size)])
+        return
+    pieces = 1
+    if not identity and distributed.world_size() > 1:  # a sample's strategies may be shared out too
+        pieces = min(len(strategies), -(-UNITS * distributed.world_size() // max(1, len(todo))))
+    parts = [[(sample, turn[piece::pieces])] for sample, turn in todo for piece in range(pieces)]
+    yield from distributed.pull([part for part in parts if part[0][1]])
+
+
+def _decode(
+    unit: Iterable[tuple[Sample, Sequence[Strategy]]], strategies: Sequence[Strategy], together: bool
+) -> Iterator[tuple[Sample, Sequence[Strategy], dict[str, Decoded]]]:
+    """Let each strategy decode its samples of one unit; (sample, strategies, texts) as soon as they can be written.
+
+    Args:
+        together: a sample's texts are handed out together, else each by itself.
+    """
+    if len(strategies) > 1:
+        unit = list(unit)
+        first = unit[0][0].number % len(strategies)
+        strategies = [*strategies[first:], *strategies[:first]]
+    held: dict[str, dict[str, Decoded]] = {}
+    for strategy in strategies:
+        mine: dict[object, tuple[Sample, Sequence[Strategy]]] = {}
+
+        def prompts(strategy: Strategy = strategy, mine: dict = mine) -> Iterator[tuple[object, list[int]]]:
+            for sample, turn in unit:
+                if strategy in turn:
+                    mine[sample.id] = sample, turn
+                    yield sample.id, sample.ids
+
+        for sample_id, decoded in strategy.generator.each(prompts()):
+            if decoded.stop_reason == "interrupted":
+                raise KeyboardInterrupt
+            sample, turn = mine.pop(sample_id)
+            if not together:
+                yield sample, [strategy], {strategy.name: decoded}
+                continue
+            texts = held.setdefault(sample.id, {})
+            texts[strategy.name] = decoded
+            if len(texts) == len(turn):
+                yield sample, turn, held.pop(sample.id)
+
+
+def warm_up(loaded: Loaded, strategies: Sequence[Strategy], sample: Sample) -> None:
+    """Let every strategy write a few tokens after one sample, in a full batch."""
+    for strategy in strategies:
+        config = strategy.generator.config
+        short = strategy.with_steps(loaded, min(WARM_UP_STEPS, config.max_steps or 1))
+        for _, decoded in short.each([(sample.id, sample.ids)] * config.batch_size):
+            if decoded.stop_reason == "interrupted":
+                raise KeyboardInterrupt
 
 
 def sample_row(strategy: Strategy, sample: Sample, decoded: Decoded, dataset: DataConfig) -> Row:
@@ -131,6 +189,7 @@ def sample_row(strategy: Strategy, sample: Sample, decoded: Decoded, dataset: Da
         "stop_reason": decoded.stop_reason,
         "note": sample.note or None,
         "strategy": strategy.name,
+        "batch_size": strategy.generator.config.batch_size,
         "repeated_4grams": metrics.repeated_4grams(decoded.tokens),
     }
 

@@ -14,6 +14,9 @@ from typing import Any, NoReturn
 from . import distributed
 from .config import RunError, UsageError
 
+Loss = tuple[int, str | None]
+_interrupted_by: Loss | None = None  # the process whose loss interrupted this one, None where a person did
+
 
 def parse(configs: Sequence[Any], description: str, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
     """Read the command line into one instance of each class in `configs`.
@@ -56,52 +59,87 @@ def run(main: Callable[..., int | None], configs: Sequence[type], argv: Sequence
     arguments = sys.argv[1:] if argv is None else list(argv)
     debug = any(a == "--debug" or a.startswith("--debug=") for a in arguments)
     _set_up_signals()
+    unsaid: str | None = ""  # what the other processes shall say, None where all is well
     try:
         _set_up_logging(debug)
         code = main(*parse(configs, main.__doc__ or "", arguments)) or 0
+        unsaid = None
     except KeyboardInterrupt:
-        code = 130
-    except (UsageError, RunError) as error:
-        if debug:
-            raise
-        _print_error(str(error), error)
-        code = 2 if isinstance(error, UsageError) else 1
+        code = 1 if _interrupted_by else 130
+        _report_loss(_interrupted_by)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    except Exception as error:  # anything else is a fault of ours, still one line unless --debug
+    except Exception as error:
+        if distributed.world_size() > 1:
+            _ignore_signals()
         if debug:
             raise
-        _print_error(f"{type(error).__name__}: {error} (--debug shows where)", error)
-        code = 1
+        code = 2 if isinstance(error, UsageError) else 1
+        gone = distributed.lost(seconds=1) if _of_the_network(error) else None
+        if gone:
+            _report_loss(gone)
+        else:
+            unsaid = _print_error(error)
     finally:
-        distributed.leave()
+        if distributed.world_size() > 1:
+            _ignore_signals()
+        distributed.leave(unsaid)
     sys.exit(code)
 
 
 def note(message: str) -> None:
-    """One line of information for the person at the terminal, from the first process only."""
-    if distributed.is_main():
+    """One line of information for the person at the terminal, from one process only."""
+    if distributed.speaks():
         print(f"note: {message}", file=sys.stderr, flush=True)
 
 
-def _print_error(message: str, error: Exception) -> None:
+def _report_loss(gone: Loss | None) -> None:
+    """One line about the process whose end has ended this one, from one of those that are left."""
+    if gone and gone[1] != "" and distributed.speaks():
+        died = "died (killed, or out of memory); the others end, finished rows are kept"
+        print(
+            f"error: process {gone[0]}{f' {died}' if gone[1] is None else f': {gone[1]}'}", file=sys.stderr, flush=True
+        )
+
+
+def _of_the_network(error: Exception) -> bool:
+    """Whether it may come from talking to a process that is gone."""
+    return type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()
+
+
+def _print_error(error: Exception) -> str:
+    """Print an error in one line, where it is this process that shall; else return the line, for the others.
+
+    Anything but usage and run errors is a fault of ours, still one line unless --debug.
+    """
+    text = " ".join(str(error).split())
+    if not isinstance(error, (UsageError, RunError)):
+        text = f"{type(error).__name__}: {text} (--debug shows where)"
     failed_rank = getattr(error, "failed_rank", 0)
-    if distributed.is_main() or failed_rank:
-        where = f"process {failed_rank}: " if failed_rank else ""
-        print(f"error: {where}{' '.join(message.split())}", file=sys.stderr, flush=True)
+    if not (distributed.is_main() or failed_rank):
+        return "" if distributed.lost(seconds=3) else text  # the main process mostly meets the same error itself
+    where = f"process {failed_rank}: " if failed_rank else ""
+    print(f"error: {where}{text}", file=sys.stderr, flush=True)
+    return ""
 
 
 def _set_up_signals() -> None:
     """The first SIGINT or SIGTERM (which torchrun sends after Ctrl-C) interrupts; later ones let the rows be saved."""
 
     def interrupt(number: int, frame: object) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
+        global _interrupted_by
+        _interrupted_by = distributed.lost()
+        _ignore_signals()
         raise KeyboardInterrupt
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, interrupt)
+
+
+def _ignore_signals() -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _set_up_logging(debug: bool) -> None:

@@ -110,6 +110,7 @@ class GenerationConfig:
     )
     num_speculations: int = flag(-1, "most tokens drafted a round; -1 lets the toolkit choose, 0 drafts nothing")
     max_steps: int | None = flag(None, "most new tokens", unset=512)
+    batch_size: int = flag(1, "prompts decoded at once; each gives the text that it gives alone")
     sample: bool | None = flag(None, "sample instead of taking the most probable token", unset=True)
     temperature: float | None = flag(None, "sampling temperature; 0 is greedy", unset=0.6)
     top_k: int | None = flag(None, "keep the k most probable tokens; 0 keeps all", unset=0)
@@ -148,6 +149,9 @@ class GenerationConfig:
         require(self.exit_layer == -1 or self.exit_layer >= 1, "exit_layer", self.exit_layer,
                 "must be at least 1 and below the model's number of layers, or -1")  # fmt: skip
         require(self.num_speculations >= -1, "num_speculations", self.num_speculations, "must be -1, 0 or more")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "must be 1 or more")
+        require(self.batch_size == 1 or not self.carry_draft_exit, "batch_size", self.batch_size,
+                "--carry_draft_exit carries a threshold from prompt to prompt, one at a time")  # fmt: skip
         require(self.lookup_ngram >= 1, "lookup_ngram", self.lookup_ngram, "must be 1 or more")
         if self.max_steps is not None:
             require(self.max_steps >= 1, "max_steps", self.max_steps, "must be 1 or more")

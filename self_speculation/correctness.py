@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from . import distributed
 from .benchmarking import Sample, sample_row
@@ -87,22 +86,23 @@ def check(
     verdicts: RunLog,
     texts: RunLog,
 ) -> None:
-    """Check this process's samples, but for those that are done; what was generated goes to `texts`."""
+    """Check the samples that are not done, sharing the work; what was generated goes to `texts`."""
     tested = strategies[0]
     done = {key[0] for key in verdicts.done}
-    for sample in tqdm(samples, unit="text", disable=not distributed.is_main()):
-        if str(sample.id) in done:
-            continue
-        if len(strategies) > 1:
-            decoded, found = check_tokens(loaded, strategies, sample)
-        else:
-            decoded, found = check_distribution(loaded, tested, sample)
-        for strategy in strategies:
-            text = decoded[strategy.name]
-            texts.write(sample_row(strategy, sample, text, data), prediction=text.text, tokens=text.tokens)
-        about = {"dataset": data.dataset, "sample_id": sample.id, **tested.generator.columns()}
-        for verdict in found:
-            verdicts.write({"place": None, **about, **verdict})
+    todo = [sample for sample in samples if str(sample.id) not in done]
+    with distributed.Progress(len(todo), unit="text") as progress:
+        for sample in distributed.pull(todo):
+            if len(strategies) > 1:
+                decoded, found = check_tokens(loaded, strategies, sample)
+            else:
+                decoded, found = check_distribution(loaded, tested, sample)
+            for strategy in strategies:
+                text = decoded[strategy.name]
+                texts.write(sample_row(strategy, sample, text, data), prediction=text.text, tokens=text.tokens)
+            about = {"dataset": data.dataset, "sample_id": sample.id, **tested.generator.columns()}
+            for verdict in found:
+                verdicts.write({"place": None, **about, **verdict})
+            progress.add()
 
 
 def check_tokens(

@@ -5,14 +5,14 @@ Autoregressive decoding is this loop with a drafter that proposes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .config import UsageError
 from .drafters import Context, Draft, Drafter
-from .modeling import SelfSpeculativeModel, SkipSet
+from .modeling import KVCache, SelfSpeculativeModel, SkipSet
 from .sampling import Sampler
 from .stats import Round, Stats, now
 from .stopping import Stopper
@@ -55,6 +55,85 @@ class DraftAlone:
     skip: SkipSet | None = None
 
 
+class Text:
+    """One text that is being decoded: its tokens, its drafter, when it ends, and what it cost.
+
+    Args:
+        new_cache: makes the cache, from the tokens it needs room for; the model's own kind when not given.
+
+    Raises:
+        UsageError: the prompt is empty or leaves no position for a new token.
+    """
+
+    def __init__(
+        self,
+        model: SelfSpeculativeModel,
+        drafter: Drafter,
+        prompt: Sequence[int],
+        *,
+        sampler: Sampler,
+        stopper: Stopper,
+        num_speculations: int = 0,
+        observer: Observer | None = None,
+        new_cache: Callable[[int], KVCache] | None = None,
+    ):
+        if not prompt:
+            raise UsageError("the prompt is empty")
+        if len(prompt) >= model.max_positions:
+            raise UsageError(f"the prompt has {len(prompt)} tokens, the model has {model.max_positions} positions")
+        self.last_position = model.max_positions - 1
+        capacity = min(len(prompt) + stopper.budget, model.max_positions) + num_speculations + 1
+        cache = (new_cache or model.new_cache)(capacity)
+        self.context = Context(model, cache, sampler, list(prompt), stopper.end_ids, num_speculations)
+        self.drafter, self.stopper, self.observer = drafter, stopper, observer or Observer()
+        self.stats = Stats(prompt_tokens=len(prompt))
+
+    def prefill(self, draft_alone: DraftAlone | None) -> None:
+        """Run the prompt and draw the first token."""
+        context, part = self.context, draft_alone or DraftAlone()
+        model = context.model
+        started = now(model.device)
+        logits = model.prefill(model.ids(context.tokens), context.cache, part.stop, part.skip)
+        first, _ = context.sampler.draw(logits, context.tokens)
+        self.stats.prefill_s = now(model.device) - started
+        self._add([], 0, [first])
+        self.drafter.start(context)
+
+    @property
+    def ended(self) -> bool:
+        return self.stopper.reason is not None
+
+    def room(self) -> int:
+        """How many tokens may be drafted: the budget and the model's positions leave room for one more after them."""
+        context = self.context
+        return min(context.num_speculations, self.stopper.room - 1, self.last_position - context.position)
+
+    def take(self, draft: Draft, accepted: int, added: int) -> None:
+        """Add a verified draft, and the token that the target adds, to the text; counts leave out what a stop cuts."""
+        outcome = self._add(draft.tokens, accepted, [*draft.tokens[:accepted], added])
+        self.stats.rounds.append(outcome)
+        self.drafter.observe(self.context, outcome)
+        if not self.ended and self.context.position > self.last_position:
+            self.stopper.reason = "length"
+
+    def decoded(self) -> Decoded:
+        """What has become of it, once it has ended."""
+        self.stats.new_tokens = len(self.stopper.tokens)
+        self.observer.on_end(self.stopper)
+        assert self.stopper.reason is not None
+        return Decoded(self.stopper.tokens, self.stopper.text(), self.stopper.reason, self.stats)
+
+    def _add(self, draft: Sequence[int], accepted: int, block: Sequence[int]) -> Round:
+        before = len(self.stopper.tokens)
+        used = self.stopper.push(block)
+        new = self.stopper.tokens[before:]
+        self.context.tokens += new
+        self.observer.on_block(draft, min(accepted, used), new, self.stopper)
+        if self.ended and used <= accepted:
+            return Round(drafted=used, accepted=used, new_tokens=len(new))
+        return Round(drafted=len(draft), accepted=accepted, new_tokens=len(new))
+
+
 @torch.inference_mode()
 def decode(
     model: SelfSpeculativeModel,
@@ -77,41 +156,24 @@ def decode(
     Raises:
         UsageError: the prompt is empty or leaves no position for a new token.
     """
-    observer = observer or Observer()
-    if not prompt:
-        raise UsageError("the prompt is empty")
-    if len(prompt) >= model.max_positions:
-        raise UsageError(f"the prompt has {len(prompt)} tokens, the model has {model.max_positions} positions")
-    last_position = model.max_positions - 1
-    capacity = min(len(prompt) + stopper.budget, model.max_positions) + num_speculations + 1
-    context = Context(model, model.new_cache(capacity), sampler, list(prompt), stopper.end_ids, num_speculations)
-    stats = Stats(prompt_tokens=len(prompt))
-    started = now(model.device)
+    text = Text(
+        model, drafter, prompt, sampler=sampler, stopper=stopper, num_speculations=num_speculations, observer=observer
+    )
+    context, started = text.context, None
     try:
-        part = draft_alone or DraftAlone()
-        logits = model.prefill(model.ids(prompt), context.cache, part.stop, part.skip)
-        first, _ = sampler.draw(logits, context.tokens)
-        stats.prefill_s, started = now(model.device) - started, now(model.device)
-        _take(context, stopper, observer, [], 0, [first])
-        drafter.start(context)
-        while stopper.reason is None:
-            room = min(num_speculations, stopper.room - 1, last_position - context.position)
+        text.prefill(draft_alone)
+        started = now(model.device)
+        while not text.ended:
+            room = text.room()
             draft = drafter.propose(context, room) if room > 0 else Draft()
-            observer.on_draft(draft.tokens)
+            text.observer.on_draft(draft.tokens)
             logits = _verify(model, context, draft, draft_alone)
-            accepted, added = sampler.verify(logits, context.tokens, draft.tokens, draft.probs)
-            outcome = _take(context, stopper, observer, draft.tokens, accepted, [*draft.tokens[:accepted], added])
-            stats.rounds.append(outcome)
-            drafter.observe(context, outcome)
-            if stopper.reason is None and context.position > last_position:
-                stopper.reason = "length"
+            text.take(draft, *sampler.verify(logits, context.tokens, draft.tokens, draft.probs))
     except KeyboardInterrupt:
         stopper.reason = "interrupted"
-    if stats.prefill_s:
-        stats.decode_s = now(model.device) - started
-    stats.new_tokens = len(stopper.tokens)
-    observer.on_end(stopper)
-    return Decoded(stopper.tokens, stopper.text(), stopper.reason, stats)
+    if started is not None:
+        text.stats.decode_s = now(model.device) - started
+    return text.decoded()
 
 
 def _verify(
@@ -123,22 +185,3 @@ def _verify(
         part = model.run(block, context.cache, context.position, stop=draft_alone.stop, skip=draft_alone.skip)
         return model.head(part)
     return model.verify(block, context.cache, context.position, draft.kept)
-
-
-def _take(
-    context: Context,
-    stopper: Stopper,
-    observer: Observer,
-    draft: Sequence[int],
-    accepted: int,
-    block: Sequence[int],
-) -> Round:
-    """Add a verified block to the text, up to a stop; counts leave out what the stop threw away."""
-    before = len(stopper.tokens)
-    used = stopper.push(block)
-    new = stopper.tokens[before:]
-    context.tokens += new
-    observer.on_block(draft, min(accepted, used), new, stopper)
-    if stopper.reason is not None and used <= accepted:
-        return Round(drafted=used, accepted=used, new_tokens=len(new))
-    return Round(drafted=len(draft), accepted=accepted, new_tokens=len(new))

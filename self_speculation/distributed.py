@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .config import RunError, UsageError
+from .watch import Watch
 
 T = TypeVar("T")
+
+_watch: Watch | None = None
+_store: Any = None  # what processes can count in together, once they have joined
+_counters = 0  # made so far; processes make the same ones in the same order
 
 
 def rank() -> int:
@@ -37,29 +44,66 @@ def is_main() -> bool:
 
 def join(timeout_minutes: float = 60) -> None:
     """Join the process group: nccl where each process has a GPU of its own (which becomes its current one, where nccl
-    expects what is exchanged), gloo elsewhere. Does nothing for a single process."""
+    expects what is exchanged), gloo elsewhere. Does nothing for a single process.
+
+    From then on a process that dies interrupts the others; see `lost`.
+    """
     if world_size() == 1:
         return
     import torch
     import torch.distributed as dist
 
     if not dist.is_initialized():
+        global _store, _watch
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         own_gpu = gpus >= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         if own_gpu:
             torch.cuda.set_device(local_rank())
         backend = "nccl" if own_gpu else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        _store, number, count = next(dist.rendezvous("env://"))
+        limit = timedelta(minutes=timeout_minutes)
+        dist.init_process_group(backend, store=_store, rank=number, world_size=count, timeout=limit)
+        if not torch.cuda.is_available() and not _threads_were_chosen():
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        with contextlib.suppress(OSError):  # without it the launcher and the next collective operation notice a death
+            _watch = Watch(_store, number, count, os.environ["MASTER_ADDR"])
 
 
-def leave() -> None:
-    """Leave the process group, if one was joined."""
+def _threads_were_chosen() -> bool:
+    """Whether OMP_NUM_THREADS was set for this run; torchrun sets it to 1 where it was not."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        return False
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
+        return True
+    try:  # what the launcher was given itself
+        return b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return True
+
+
+def lost(seconds: float = 0) -> tuple[int, str | None] | None:
+    """The process that was lost, if it becomes known within so many seconds, and its error (see `Watch.lost`)."""
+    return None if _watch is None else _watch.wait(seconds)
+
+
+def speaks() -> bool:
+    """Whether this process is the one that prints: the first, or the second once the first is lost."""
+    return rank() == (1 if (gone := lost()) and gone[0] == 0 else 0)
+
+
+def leave(error: str | None = None) -> None:
+    """Leave the process group, if one was joined, and tell the others of this process's error (see `Watch.leave`)."""
     if world_size() == 1:
         return
     import torch.distributed as dist
 
+    if _watch is not None:
+        _watch.leave(error)
+    if lost():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a group with a process missing cannot be left in order
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -97,6 +141,55 @@ def gather(value: T) -> list[T]:
 def share(items: Sequence[T]) -> list[T]:
     """This process's part of `items`: every `world_size`-th, from its own rank on."""
     return list(items[rank() :: world_size()])
+
+
+class Counter:
+    """A number that all processes add to. Each process must make the same counters in the same order."""
+
+    def __init__(self) -> None:
+        global _counters
+        _counters += 1
+        self._name, self._own = f"self_speculation/counter{_counters}", 0
+
+    def add(self, amount: int) -> int:
+        """The number after adding."""
+        self._own += amount
+        return self._own if _store is None else _store.add(self._name, amount)
+
+
+class Progress:
+    """One bar for all processes, drawn by the first. The arguments are tqdm's."""
+
+    def __init__(self, total: int, **settings: Any):
+        from tqdm import tqdm
+
+        self._done = Counter()
+        self._bar = tqdm(total=total, disable=not is_main(), **settings)
+
+    def add(self, amount: int = 1) -> None:
+        """So much more is done, in this process."""
+        done = self._done.add(amount)
+        self._bar.update(done - self._bar.n)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+
+def pull(items: Sequence[T]) -> Iterator[T]:
+    """The items that fall to this process: each goes to the process that first asks for another one.
+
+    So no process idles while items are left. Every process must call this with the same items.
+    """
+    counter = Counter()
+
+    def take() -> Iterator[T]:
+        while (place := counter.add(1) - 1) < len(items):
+            yield items[place]
+
+    return take()
 
 
 def keep_only_main() -> None:

@@ -36,7 +36,6 @@ class EvalConfig:
     include_path: str | None = flag(None, "a folder with more tasks, such as data/tasks, which work offline")
     num_fewshot: int | None = flag(None, "solved examples in each prompt", unset="the task's own number")
     limit: float | None = flag(None, "only the first so many documents of each task; a share of them when below 1")
-    batch_size: int = flag(1, "sequences at once when scoring log-likelihoods; texts are generated one by one")
     use_cache: str | None = flag(
         None, "keep answers in <path>_rank<r>.db and take them from there when model and settings are the same"
     )
@@ -73,7 +72,6 @@ class EvalConfig:
         for name in ("num_fewshot", "bootstrap_iters"):
             value = getattr(self, name)
             require(value is None or value >= 0, name, value, "must be 0 or more")
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "must be 1 or more")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise UsageError("--fewshot_as_multiturn True: turns need --apply_chat_template True")
         if self.include_path is not None and not Path(self.include_path).is_dir():

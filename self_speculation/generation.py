@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from . import auto
+from .batching import Begin, decode_batch
 from .config import GenerationConfig, UsageError
-from .decoding import Decoded, DraftAlone, Observer, decode
+from .decoding import Decoded, DraftAlone, Observer, Text, decode
 from .drafters import make_drafter, skip_set
 from .loading import Loaded, load
+from .modeling import KVCache, why_not
 from .sampling import Sampler, sample_seed
 from .stopping import Stopper
 
@@ -48,6 +51,9 @@ class Generator:
         if config.exit_layer != -1:
             loaded.model.check_exit_layer(config.exit_layer)
         self.config = choose(config.resolved(), loaded, notify)
+        if self.config.batch_size > 1 and (reason := why_not(loaded.model)):
+            notify(f"--batch_size {self.config.batch_size}: prompts are decoded one at a time; {reason}")
+            self.config = replace(self.config, batch_size=1)
         self.draft_alone = None
         if self.config.generation_strategy == "autoregressive":
             self.draft_alone = draft_alone(self.config, loaded)
@@ -62,24 +68,60 @@ class Generator:
         sampler: Sampler | None = None,
     ) -> Decoded:
         """Generate from a prompt, given as text or token ids; `sampler` takes the place of the sample's own."""
+        return decode(
+            self.loaded.model,
+            self.drafter,
+            self._ids(prompt),
+            sampler=sampler or self.sampler(sample_id),
+            stopper=self.stopper(),
+            num_speculations=max(0, self.config.num_speculations),
+            draft_alone=self.draft_alone,
+            observer=observer,
+        )
+
+    def each(self, prompts: Iterable[tuple[object, str | Sequence[int]]]) -> Iterator[tuple[object, Decoded]]:
+        """Generate from (sample id, prompt) pairs, `batch_size` at once; (sample id, text) pairs as texts end.
+
+        Texts are those that each prompt gives alone. A prompt is taken from `prompts` once there is a place for it.
+        """
+        if self.config.batch_size == 1:
+            for sample_id, prompt in prompts:
+                yield sample_id, self(prompt, sample_id=sample_id)
+            return
+        ids: list[object] = []
+
+        def begin(prompt: str | Sequence[int], sample_id: object, new_cache: Callable[[int], KVCache]) -> Text:
+            return Text(
+                self.loaded.model,
+                make_drafter(self.config, self.loaded.model),
+                self._ids(prompt),
+                sampler=self.sampler(sample_id),
+                stopper=self.stopper(),
+                num_speculations=max(0, self.config.num_speculations),
+                new_cache=new_cache,
+            )
+
+        def waiting() -> Iterator[Begin]:
+            for sample_id, prompt in prompts:
+                ids.append(sample_id)
+                yield partial(begin, prompt, sample_id)
+
+        for number, decoded in decode_batch(self.loaded.model, waiting(), self.config.batch_size, self.draft_alone):
+            yield ids[number], decoded
+
+    def stopper(self) -> Stopper:
+        """A stopper for one text."""
         config, loaded = self.config, self.loaded
-        stopper = Stopper(
+        return Stopper(
             eos_ids=() if config.ignore_eos else loaded.eos_ids,
             stop_ids=config.stop_token_ids or (),
             stop_strings=config.stop_words or (),
             budget=config.max_steps or 0,
             decode=loaded.decode,
         )
-        return decode(
-            loaded.model,
-            self.drafter,
-            loaded.encode(prompt) if isinstance(prompt, str) else prompt,
-            sampler=sampler or self.sampler(sample_id),
-            stopper=stopper,
-            num_speculations=max(0, config.num_speculations),
-            draft_alone=self.draft_alone,
-            observer=observer,
-        )
+
+    def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        return self.loaded.encode(prompt) if isinstance(prompt, str) else prompt
 
     def sampler(self, sample_id: object = 0, kind: type[Sampler] = Sampler) -> Sampler:
         """A sampler with the seed of this sample."""
@@ -181,3 +223,16 @@ def generate(
     """
     loaded = load(loaded) if isinstance(loaded, str) else loaded
     return Generator(loaded, GenerationConfig(**settings), seed=seed)(prompt, observer=observer)
+
+
+def generate_each(
+    loaded: Loaded | str, prompts: Sequence[str | Sequence[int]], *, seed: int = 42, **settings: Any
+) -> list[Decoded]:
+    """Generate from several prompts, `batch_size` at once (one of the settings): what each gives alone, in order.
+
+    Each prompt is sampled with a seed of its own, made of `seed` and its place in `prompts`.
+    """
+    loaded = load(loaded) if isinstance(loaded, str) else loaded
+    generator = Generator(loaded, GenerationConfig(**settings), seed=seed)
+    found = dict(generator.each(enumerate(prompts)))
+    return [found[place] for place in range(len(prompts))]

@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -22,10 +22,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import simple_parse_args_string
-from tqdm import tqdm
 
 from . import cli, distributed
 from .config import GenerationConfig, ModelConfig, RunError, UsageError
+from .decoding import Decoded
 from .generation import Generator
 from .loading import Loaded, load
 from .responses import ResponseCache, fingerprint
@@ -44,7 +44,6 @@ class SelfSpeculativeLM(HFLM):
         loaded: model and tokenizer.
         generation: settings given explicitly; they win over `gen_kwargs`, which win over a request's own.
         gen_kwargs: generation arguments as lm-eval names them.
-        batch_size: sequences at once when scoring log-likelihoods.
         use_cache: where answers are kept.
         on_text: is given a row and the text for each text generated.
     """
@@ -56,13 +55,14 @@ class SelfSpeculativeLM(HFLM):
         *,
         gen_kwargs: dict[str, Any] | None = None,
         seed: int = 42,
-        batch_size: int = 1,
         use_cache: str | None = None,
         notify: Callable[[str], None] = lambda message: None,
         on_text: Callable[[Row, str], None] = lambda row, text: None,
     ):
         with _quiet():
-            super().__init__(pretrained=loaded.model.hf_model, tokenizer=loaded.tokenizer, batch_size=batch_size)
+            super().__init__(
+                pretrained=loaded.model.hf_model, tokenizer=loaded.tokenizer, batch_size=generation.batch_size
+            )
         self.loaded = loaded
         self.generator = Generator(loaded, generation, seed=seed, notify=notify)
         self.stronger = [explicit_level(generation), level(gen_kwargs or {})]
@@ -71,7 +71,7 @@ class SelfSpeculativeLM(HFLM):
         self.responses: ResponseCache | None = None
         self._told: set[str] = set()
         if use_cache:
-            key = fingerprint(loaded.model.hf_model, loaded.name, str(self.device), asdict(self.generator.config))
+            key = fingerprint(loaded.model.hf_model, loaded.name, str(self.device), _settings(self.generator))
             self.responses = ResponseCache(use_cache, key)
             self.set_cache_hook(self.responses)
 
@@ -166,18 +166,14 @@ class SelfSpeculativeLM(HFLM):
 
     def _take_part(self, kind: str, requests: list[Instance]) -> list[Any]:
         """Answer this process's part of the requests; the main process gets the others' answers too."""
-        groups: dict[Any, list[int]] = {}  # the requests of one document stay together, for what they share
-        for place, request in enumerate(requests):
-            groups.setdefault((request.task_name, request.doc_id), []).append(place)
-        mine = [place for group in distributed.share(list(groups.values())) for place in group]
-        answers: list[Any] = []
+        answers: dict[int, Any] = {}
         failure: Exception | None = None
         self.rows_made: dict[Any, Row] = {}
         try:
-            answers = self._compute(kind, [requests[place] for place in mine]) if mine else []
+            answers = self._generate(requests) if kind == "generate_until" else self._score(kind, requests)
         except Exception as error:  # the main process is told, and reports it
             failure = error
-        parts = distributed.gather((dict(zip(mine, answers, strict=False)), self.rows_made, failure))
+        parts = distributed.gather((answers, self.rows_made, failure))
         for _, _, failed in parts:
             if failed is not None:
                 raise failed
@@ -186,13 +182,16 @@ class SelfSpeculativeLM(HFLM):
         merged = {place: answer for part, _, _ in parts for place, answer in part.items()}
         return [merged[place] for place in range(len(requests))] if parts else []
 
-    def _compute(self, kind: str, requests: list[Instance]) -> list[Any]:
-        quiet = not distributed.is_main()
-        if kind == "loglikelihood":
-            return super().loglikelihood(requests, disable_tqdm=quiet)
-        if kind == "loglikelihood_rolling":
-            return super().loglikelihood_rolling(requests, disable_tqdm=quiet)
-        return [self._generate(request) for request in tqdm(requests, desc="generating", unit="text", disable=quiet)]
+    def _score(self, kind: str, requests: list[Instance]) -> dict[int, Any]:
+        """Log-likelihoods of this process's part of the requests, by their place: long and short ones dealt out."""
+        groups: dict[Any, list[int]] = {}  # the requests of one document stay together, for what they share
+        for place, request in enumerate(requests):
+            groups.setdefault((request.task_name, request.doc_id), []).append(place)
+        dealt = sorted(groups.values(), key=lambda group: -sum(len("".join(requests[i].args)) for i in group))
+        mine = [place for group in distributed.share(dealt) for place in group]
+        score = super().loglikelihood if kind == "loglikelihood" else super().loglikelihood_rolling
+        answers = score([requests[place] for place in mine], disable_tqdm=not distributed.is_main()) if mine else []
+        return dict(zip(mine, answers, strict=True))
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
         rolling = override_bs is not None  # lm-eval would draw a bar for each window
@@ -210,18 +209,42 @@ class SelfSpeculativeLM(HFLM):
             ]
         return torch.stack(rows)
 
-    def _generate(self, request: Instance) -> str:
-        generator = self._with_settings_of(request)
-        config = generator.config
-        name = f"{request.task_name}:{request.doc_id}:{request.idx}"
-        decoded = generator(self._encode_context(request.args[0], config.max_steps or 0), sample_id=name)
-        text = postprocess_generated_text(str(self.tok_decode(decoded.tokens)), config.stop_words, None)
+    def _generate(self, requests: list[Instance]) -> dict[int, str]:
+        """The texts of the requests that fall to this process, by their place; equal settings share batches."""
+        groups: dict[str, tuple[Generator, list[int]]] = {}
+        for place, request in enumerate(requests):
+            generator = self._with_settings_of(request)
+            groups.setdefault(_settings(generator), (generator, []))[1].append(place)
+        texts: dict[int, str] = {}
+        with distributed.Progress(len(requests), desc="generating", unit="text") as progress:
+            for generator, places in groups.values():
+                ids: dict[object, int] = {}
+                for name, decoded in generator.each(self._prompts(generator, requests, distributed.pull(places), ids)):
+                    if decoded.stop_reason == "interrupted":
+                        raise KeyboardInterrupt
+                    texts[ids[name]] = self._keep(generator, requests[ids[name]], decoded)
+                    progress.add()
+        return texts
+
+    def _prompts(
+        self, generator: Generator, requests: list[Instance], places: Iterable[int], ids: dict[object, int]
+    ) -> Iterator[tuple[object, list[int]]]:
+        """(sample id, token ids) of the requests at `places`, which are put into `ids` under their sample ids."""
+        for place in places:
+            request = requests[place]
+            name = f"{request.task_name}:{request.doc_id}:{request.idx}"
+            ids[name] = place
+            yield name, self._encode_context(request.args[0], generator.config.max_steps or 0)
+
+    def _keep(self, generator: Generator, request: Instance, decoded: Decoded) -> str:
+        """Note what an answer cost, and keep it for later runs; its text as lm-eval gives it."""
+        text = postprocess_generated_text(str(self.tok_decode(decoded.tokens)), generator.config.stop_words, None)
         row = self._row(generator, request) | decoded.stats.row() | {"stop_reason": decoded.stop_reason}
         self.rows_made[row["dataset"], row["sample_id"]] = row
         self.on_text(row, text)
         if self.responses is None:
             self.cache_hook.add_partial("generate_until", request.args, text)
-        elif config.greedy:
+        elif generator.config.greedy:
             self.responses.add_partial("generate_until", _key(generator, request), text)
         return text
 
@@ -272,16 +295,16 @@ def create(arg_dict: dict, additional_config: dict | None = None) -> SelfSpecula
     given = {**additional, **arg_dict}
     given = {name: value for name, value in given.items() if value is not None}
     given["model"] = given.pop("pretrained", given.get("model"))
-    batch_size, seed = int(given.pop("batch_size", 1)), int(given.pop("seed", 42))
+    seed = int(given.pop("seed", 42))
     given.pop("max_batch_size", None)
+    if "batch_size" in given:  # lm-eval may hand it on as text
+        given["batch_size"] = int(given["batch_size"])
     names = [{field.name for field in fields(kind)} for kind in (ModelConfig, GenerationConfig)]
     for name in given:
         if name not in names[0] | names[1]:
             raise UsageError(f"--model_args {name}: choose from pretrained, {', '.join(sorted(names[0] | names[1]))}")
     model, generation = ({name: given[name] for name in given if name in known} for known in names)
-    return SelfSpeculativeLM(
-        load(ModelConfig(**model)), GenerationConfig(**generation), seed=seed, batch_size=batch_size, notify=cli.note
-    )
+    return SelfSpeculativeLM(load(ModelConfig(**model)), GenerationConfig(**generation), seed=seed, notify=cli.note)
 
 
 def main() -> None:
@@ -305,7 +328,14 @@ def main() -> None:
 
 
 def _key(generator: Generator, request: Instance) -> tuple[str, str]:
-    return request.args[0], json.dumps(asdict(generator.config), sort_keys=True)
+    return request.args[0], _settings(generator)
+
+
+def _settings(generator: Generator) -> str:
+    """What a text depends on beside model, prompt and seed."""
+    settings = asdict(generator.config)
+    del settings["batch_size"]
+    return json.dumps(settings, sort_keys=True)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,8 @@ class PeerGenerator:
 
     def __init__(self, name: str, loaded: Loaded, config: GenerationConfig, *, seed: int = 42):
         assert name in PEERS
-        self.name, self.loaded, self.config, self.seed = name, loaded, config.resolved(), seed
+        config = replace(config.resolved(), batch_size=1)
+        self.name, self.loaded, self.config, self.seed = name, loaded, config, seed
         plain = replace(
             config, generation_strategy="autoregressive", drafter=None, exit_layer=-1, skip_attn_layers=None,
             skip_mlp_layers=None, skip_layers=None, adaptive_draft_exit=False, draft_exit_threshold=None,
@@ -84,6 +85,11 @@ class PeerGenerator:
         stopper.push(tokens)
         stats.new_tokens = len(stopper.tokens)
         return Decoded(stopper.tokens, stopper.text(), stopper.reason or "length", stats)
+
+    def each(self, prompts: Iterable[tuple[object, Sequence[int]]]) -> Iterator[tuple[object, Decoded]]:
+        """Generate from (sample id, prompt) pairs, one after the other."""
+        for sample_id, prompt in prompts:
+            yield sample_id, self(prompt, sample_id=sample_id)
 
     def columns(self) -> dict[str, Any]:
         """The settings as columns of a result row; those that do not apply are left out."""

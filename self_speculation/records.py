@@ -100,6 +100,10 @@ class RunLog:
             _drop_torn_line(shard)
             self._shard = open(shard, "a", encoding="utf-8", buffering=1)  # a line is handed to the system at once
 
+    @property
+    def _first_key(self) -> str:
+        return self.key if isinstance(self.key, str) else self.key[0]
+
     def key_of(self, row: Row) -> str | tuple[str, ...]:
         """What tells `row` from the others, as text."""
         if isinstance(self.key, str):
@@ -125,8 +129,8 @@ class RunLog:
     def finish(self, order: Iterable[Any] | None = None) -> list[Row]:
         """Wait for all processes; the main one merges their shards and returns all rows, the others return [].
 
-        `order` lists the keys in the order the rows shall have; without it the processes' rows take turns, which is
-        the order of examples shared out with `distributed.share`. Calling it again does nothing.
+        `order` lists the keys in the order the rows shall have; the first column of a key stands for all rows that
+        have it. Without `order` the processes' rows take turns. Calling it again does nothing.
         """
         if self._shard.closed:
             return []
@@ -143,8 +147,10 @@ class RunLog:
     def _merge(self, order: Iterable[Any] | None) -> list[Row]:
         entries = self._read()
         if order is not None:
-            places = {_text(k) if isinstance(self.key, str) else tuple(map(_text, k)): i for i, k in enumerate(order)}
-            entries.sort(key=lambda entry: places.get(self.key_of(entry[0]), len(places)))
+            places = {tuple(map(_text, k)) if isinstance(k, tuple) else _text(k): i for i, k in enumerate(order)}
+            keys_of = [(self.key_of(row), _text(row.get(self._first_key))) for row, _ in entries]
+            ranks = [places.get(key, places.get(first, len(places))) for key, first in keys_of]
+            entries = [entries[i] for i in sorted(range(len(entries)), key=ranks.__getitem__)]
         rows = [row for row, _ in entries]
         keys = [self.key] if isinstance(self.key, str) else self.key
         with _one_line_errors(f"cannot write {self.path}"), _uninterrupted():
@@ -153,30 +159,28 @@ class RunLog:
                     for row, prediction in entries:
                         file.write(json.dumps({**{k: row.get(k) for k in keys}, **(prediction or {})}) + "\n")
             _write_csv(self.path, self.columns, rows)
-            for shard in self._shards():
+            for shard in self._shards().values():
                 os.remove(shard)
         return rows
 
     def _read(self) -> list[tuple[Row, Row | None]]:
-        """(row, prediction) of the CSV and the shards, each key once: the latest row counts."""
+        """(row, prediction) of the CSV and the shards, each key once: the latest row, the main process's last."""
         entries: list[tuple[Row, Row | None]] = []
         if self.path.exists():
             entries = [(row, None) for row in _read_csv(self.path)]
             predictions = {self.key_of(line): line for line in _read_lines(f"{self._base}.jsonl")}
             entries = [(row, predictions.get(self.key_of(row))) for row, _ in entries]
-        turns = [
-            (turn, place, line)
-            for place, shard in enumerate(self._shards())
-            for turn, line in enumerate(_read_lines(shard))
-        ]
+        shards = {rank: _read_lines(path) for rank, path in self._shards().items()}
+        turns = [(turn, rank, line) for rank, lines in shards.items() for turn, line in enumerate(lines)]
         entries += [(row, prediction) for _, _, (row, prediction) in sorted(turns, key=lambda turn: turn[:2])]
         if not self.key:
             return entries
-        return list({self.key_of(entry[0]): entry for entry in entries}.values())
+        return list({self.key_of(entry[0]): entry for entry in [*entries, *map(tuple, shards.get(0, []))]}.values())
 
-    def _shards(self) -> list[str]:
+    def _shards(self) -> dict[int, str]:
+        """Rank -> file."""
         paths = glob.glob(f"{glob.escape(self._base)}.rank*.part.jsonl")
-        return sorted(paths, key=lambda path: int(path.rsplit(".rank", 1)[1].split(".")[0]))
+        return {int(path.rsplit(".rank", 1)[1].split(".")[0]): path for path in paths}
 
 
 def append_run(output_dir: str | os.PathLike[str], *rows: Row) -> None:

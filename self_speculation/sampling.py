@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -101,9 +102,7 @@ class Sampler:
         """
         scores = self.scores(logits, prefix, draft)
         if self.greedy:
-            targets = greedy_tokens(scores)
-            accepted = next((i for i, token in enumerate(draft) if token != targets[i]), len(draft))
-            return accepted, targets[accepted]
+            return accept_greedy(greedy_tokens(scores), draft)
         return speculative_sample(distribution(scores), draft, draft_probs, self.generator)
 
     def _exists(self, logits: torch.Tensor) -> bool:
@@ -111,6 +110,60 @@ class Sampler:
 
     def _multinomial(self, probs: torch.Tensor) -> int:
         return int(torch.multinomial(probs, 1, generator=self.generator))
+
+
+def draw_each(
+    samplers: Sequence[Sampler], logits: torch.Tensor, prefixes: Sequence[Sequence[int]]
+) -> list[tuple[int, torch.Tensor | None]]:
+    """`Sampler.draw` for several texts at once: raw logits [texts, vocabulary]. All samplers have the same settings."""
+    scores = _scores_each(samplers, logits, prefixes, [()] * len(samplers))
+    if samplers[0].greedy:
+        return [(token, None) for token in greedy_tokens(scores)]
+    rows = zip(samplers, distribution(scores), strict=True)
+    return [(sampler._multinomial(probs), probs) for sampler, probs in rows]
+
+
+def verify_each(
+    samplers: Sequence[Sampler],
+    logits: torch.Tensor,
+    prefixes: Sequence[Sequence[int]],
+    drafts: Sequence[tuple[Sequence[int], torch.Tensor | None]],
+) -> list[tuple[int, int]]:
+    """`Sampler.verify` for several texts at once.
+
+    Args:
+        samplers: one a text, with the same settings.
+        logits: raw logits [sum of k + 1, vocabulary], one text after the other.
+        drafts: each text's drafted tokens and the distributions they were drawn from.
+    """
+    blocks = [tokens for tokens, _ in drafts]
+    scores = _scores_each(samplers, logits, prefixes, blocks)
+    ends = list(accumulate(len(block) + 1 for block in blocks))
+    rows = [slice(end - len(block) - 1, end) for end, block in zip(ends, blocks, strict=True)]
+    if samplers[0].greedy:
+        targets = greedy_tokens(scores)
+        return [accept_greedy(targets[part], block) for part, block in zip(rows, blocks, strict=True)]
+    probs = distribution(scores)
+    texts = zip(samplers, rows, drafts, strict=True)
+    return [speculative_sample(probs[part], *draft, sampler.generator) for sampler, part, draft in texts]
+
+
+def _scores_each(
+    samplers: Sequence[Sampler], logits: torch.Tensor, prefixes: Sequence[Sequence[int]],
+    blocks: Sequence[Sequence[int]],
+) -> torch.Tensor:  # fmt: skip
+    """`Sampler.scores` for several texts, at once where the tokens before do not matter."""
+    if not samplers[0].history:
+        return samplers[0].scores(logits, ())
+    parts = logits.split([len(block) + 1 for block in blocks])
+    texts = zip(samplers, parts, prefixes, blocks, strict=True)
+    return torch.cat([sampler.scores(*text) for sampler, *text in texts])
+
+
+def accept_greedy(targets: Sequence[int], draft: Sequence[int]) -> tuple[int, int]:
+    """How many of k drafted tokens are the k + 1 most probable ones, and the first that is not drafted."""
+    accepted = next((i for i, token in enumerate(draft) if token != targets[i]), len(draft))
+    return accepted, targets[accepted]
 
 
 def greedy_tokens(scores: torch.Tensor) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ class Answers(Protocol):
     config: GenerationConfig
 
     def __call__(self, prompt: Any, *, sample_id: object = 0) -> Decoded: ...
+
+    def each(self, prompts: Iterable[tuple[object, Any]]) -> Iterator[tuple[object, Decoded]]: ...
 
     def columns(self) -> dict[str, Any]: ...
 

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tqdm import tqdm
-
 from . import distributed, metrics
 from .benchmarking import Sample, measure, round_costs
 from .config import GenerationConfig, UsageError, require
@@ -64,7 +62,7 @@ def run_cells(
     """Run autoregressive decoding and the cells, shared out over the processes; all sample rows, in the main one."""
     made = strategies(loaded, config, cells, seed)
     with distributed.own_work():
-        measure(loaded, distributed.share(made), samples, log, dataset=data, identity=False)
+        measure(loaded, made, samples, log, dataset=data, identity=False)
     return log.finish(order=[(sample.id, strategy.name) for sample in samples for strategy in made])
 
 
@@ -106,26 +104,27 @@ def predict_rounds(
     plain = strategies(loaded, config, [], seed)[0].generator
     end_ids = {*(() if config.ignore_eos else loaded.eos_ids), *(config.stop_token_ids or ())}
     exits, most = sorted({cell[0] for cell in cells}), max(cell[1] for cell in cells)
-    own = distributed.share(samples)
-    todo = [s for s in own if any((str(s.id), str(e), str(k)) not in log.done for e, k in cells)]
-    for sample in tqdm(todo, desc="predict", unit="text", disable=not distributed.is_main()):
-        decoded: Decoded = plain(sample.ids, sample_id=sample.id)
-        if decoded.stop_reason == "interrupted":
-            raise KeyboardInterrupt
-        sampler = Sampler(config, device=loaded.model.device, vocab_limit=len(loaded.tokenizer))
-        found = trace(
-            loaded.model, sampler, sample.ids, decoded, exits, budget=config.max_steps or 0, end_ids=end_ids,
-            most_speculations=most,
-        )  # fmt: skip
-        for exit_layer, length in cells:
-            rounds = simulate(found, exit_layer, length, seed=sample_seed(seed, sample.id))
-            by_length = [rounds.by_length[i] for i in range(most + 1)]
-            log.write({
-                "sample_id": sample.id, "exit_layer": exit_layer, "num_speculations": length,
-                "prompt_tokens": len(sample.ids), "decode_tokens": rounds.decode_tokens, "rounds": rounds.rounds,
-                "drafted": rounds.drafted, "accepted": rounds.accepted, "exact": found.exact,
-                "rounds_by_length": " ".join(map(str, by_length)), "autoregressive_s": decoded.stats.decode_s,
-            })  # fmt: skip
+    todo = [s for s in samples if any((str(s.id), str(e), str(k)) not in log.done for e, k in cells)]
+    with distributed.Progress(len(todo), desc="predict", unit="text") as progress:
+        for sample in distributed.pull(todo):
+            decoded: Decoded = plain(sample.ids, sample_id=sample.id)
+            if decoded.stop_reason == "interrupted":
+                raise KeyboardInterrupt
+            sampler = Sampler(config, device=loaded.model.device, vocab_limit=len(loaded.tokenizer))
+            found = trace(
+                loaded.model, sampler, sample.ids, decoded, exits, budget=config.max_steps or 0, end_ids=end_ids,
+                most_speculations=most,
+            )  # fmt: skip
+            for exit_layer, length in cells:
+                rounds = simulate(found, exit_layer, length, seed=sample_seed(seed, sample.id))
+                by_length = [rounds.by_length[i] for i in range(most + 1)]
+                log.write({
+                    "sample_id": sample.id, "exit_layer": exit_layer, "num_speculations": length,
+                    "prompt_tokens": len(sample.ids), "decode_tokens": rounds.decode_tokens, "rounds": rounds.rounds,
+                    "drafted": rounds.drafted, "accepted": rounds.accepted, "exact": found.exact,
+                    "rounds_by_length": " ".join(map(str, by_length)), "autoregressive_s": decoded.stats.decode_s,
+                })  # fmt: skip
+            progress.add()
 
 
 def predicted_cells(

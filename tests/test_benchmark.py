@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from self_speculation import benchmarking, datasets, metrics
+from self_speculation import benchmarking, datasets, generation, metrics
 from self_speculation.config import GenerationConfig, UsageError
 from self_speculation.loading import Loaded
 from self_speculation.modeling import SelfSpeculativeModel
@@ -101,17 +101,17 @@ def test_sampling_is_reproducible_and_the_same_for_any_order(model, tmp_path):
 def test_resume_gives_what_an_unbroken_run_gives(model, tmp_path, monkeypatch):
     flags = {"compare": "early_exit:exit_layer=3:num_speculations=2,hf"}
     assert call("benchmark", arguments(model, tmp_path / "whole", **flags)) == 0
-    original, calls = benchmarking._decode, []
+    original, calls = generation.decode, []
 
-    def failing(generator, sample):
-        calls.append(sample)
-        if len(calls) == 3 + 5:  # after the warm-up, in the middle of the second sample
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2 + 2 + 2:  # after the warm-up and a sample, in the middle of the second
             raise KeyboardInterrupt
-        return original(generator, sample)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(benchmarking, "_decode", failing)
+    monkeypatch.setattr(generation, "decode", failing)
     assert call("benchmark", arguments(model, tmp_path / "broken", **flags)) == 130
-    monkeypatch.setattr(benchmarking, "_decode", original)
+    monkeypatch.setattr(generation, "decode", original)
     shard = next((tmp_path / "broken").glob("*.part.jsonl"))
     assert len(shard.read_text().splitlines()) == 3
     again = arguments(model, tmp_path / "broken", **flags, resume=shard)
@@ -119,6 +119,44 @@ def test_resume_gives_what_an_unbroken_run_gives(model, tmp_path, monkeypatch):
     whole, broken = (tables(tmp_path / name, "benchmark")[""] for name in ("whole", "broken"))
     pd.testing.assert_frame_equal(steady(whole), steady(broken))
     assert call("benchmark", [*again, "--seed", "7"]) == 2
+
+
+@pytest.mark.parametrize("sample", (False, True))
+def test_batches_write_the_rows_of_single_prompts(model, tmp_path, sample):
+    """Several strategies take turns by groups of samples, a single one keeps its batch full."""
+    strategies = (
+        "early_exit:exit_layer=3:num_speculations=2,hf,prompt_lookup+early_exit:exit_layer=2:num_speculations=3"
+    )
+    single = {"generation_strategy": "self_speculative", "exit_layer": 3, "num_speculations": 2}
+    for name, flags in {"compare": {"compare": strategies}, "one": single}.items():
+        for size in (1, 3):
+            out = tmp_path / f"{name}{size}"
+            assert call("benchmark", arguments(model, out, batch_size=size, num_samples=7, sample=sample, **flags)) == 0
+        one, three = (tables(tmp_path / f"{name}{size}", "benchmark")[""] for size in (1, 3))
+        assert set(one.batch_size) == {1} and set(three[~three.strategy.str.startswith("hf")].batch_size) == {3}
+        pd.testing.assert_frame_equal(*(steady(table).drop(columns="batch_size") for table in (one, three)))
+        assert (three.decode_s > 0).all()
+
+
+def test_batches_of_models_that_cannot_and_of_scripts_that_do_not(model, loaded, tmp_path, capsys, monkeypatch):
+    assert call("generate", ["--model", str(model), "--prompt", "x", "--batch_size", "2"]) == 2
+    assert "--batch_size 2: generate.py answers one prompt at a time" in capsys.readouterr().err
+    for wrong in ({"batch_size": 0}, {"batch_size": 2, "carry_draft_exit": True}):
+        assert call("benchmark", arguments(model, tmp_path, **wrong)) == 2
+        assert f"--batch_size {wrong['batch_size']}" in capsys.readouterr().err
+    monkeypatch.setattr(generation, "why_not", lambda model: "tiny: a reason")
+    told = []
+    made = generation.Generator(loaded, GenerationConfig(batch_size=4), notify=told.append)
+    assert made.config.batch_size == 1 and told == ["--batch_size 4: prompts are decoded one at a time; tiny: a reason"]
+
+
+def test_several_prompts_by_one_call(loaded):
+    prompts, settings = ["abc", "x", [5, 6, 7], "hello " * 20], {"max_steps": 9, "exit_layer": 3, "num_speculations": 2}
+    settings["generation_strategy"] = "self_speculative"
+    together = generation.generate_each(loaded, prompts, batch_size=3, **settings)
+    alone = generation.generate_each(loaded, prompts, **settings)
+    assert [d.tokens for d in together] == [d.tokens for d in alone]
+    assert alone[0].tokens == generation.generate(loaded, "abc", **settings).tokens
 
 
 def test_difference_is_located_and_its_gap_reported(loaded):

@@ -239,8 +239,8 @@ def test_kept_answers_are_for_the_same_model_and_settings_only(loaded, tmp_path,
     first = texts(lm, request), likelihoods(lm, ("a", "b"))
     lm.close()
     computed = []
-    compute = SelfSpeculativeLM._compute
-    monkeypatch.setattr(SelfSpeculativeLM, "_compute", lambda *a: computed.append(a[1]) or compute(*a))
+    hand_out = SelfSpeculativeLM._hand_out
+    monkeypatch.setattr(SelfSpeculativeLM, "_hand_out", lambda *a: computed.append(a[1]) or hand_out(*a))
 
     def again(model, **settings):
         computed.clear()
@@ -266,6 +266,20 @@ def test_kept_prompts_do_not_freeze_generation_settings(loaded, tmp_path, monkey
         run_local(lm, "local_math", cache_requests=True)
         assert {row["new_tokens"] for row in lm.rows.values()} == {steps}
     assert any(tmp_path.iterdir())
+
+
+def test_texts_of_batches_are_those_of_single_requests(loaded):
+    """Requests of several settings and lengths; each batch holds those of equal settings."""
+    requests = [
+        ("x " * length, {"until": [], "max_gen_toks": steps, "do_sample": sample})
+        for length in (1, 40, 7, 90, 3) for steps, sample in ((6, False), (9, True), (4, False))
+    ]  # fmt: skip
+    alone, together = make(loaded), make(loaded, batch_size=3)
+    assert texts(together, *requests) == texts(alone, *requests)
+    times = ("prefill_s", "decode_s", "tokens_per_second", "batch_size")
+    assert [{k: v for k, v in row.items() if k not in times} for row in together.rows.values()] == [
+        {k: v for k, v in alone.rows[key].items() if k not in times} for key in together.rows
+    ]
 
 
 def test_a_failure_elsewhere_is_reported_by_the_main_process(loaded, monkeypatch):

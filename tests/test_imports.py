@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "self_speculation"
 LEVELS = [  # each may import from its own and from earlier ones
     {"config"},
+    {"watch"},
     {"distributed", "modeling", "loading"},
     {"drafters", "sampling", "stopping", "stats"},
-    {"decoding", "datasets", "metrics", "streaming"},
+    {"batching", "decoding", "datasets", "metrics", "streaming"},
     {"cli", "records", "responses", "scores", "costs", "prediction", "grid", "task_settings", "training"},
     {"auto", "generation", "peers", "strategies"},
     {"benchmarking", "correctness", "evaluating", "harness", "search", "sweeping"},

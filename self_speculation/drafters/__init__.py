@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ..config import GenerationConfig
 from ..modeling import SelfSpeculativeModel, SkipSet
-from .base import Context, Draft, Drafter
+from .base import Context, Draft, Drafter, Turn
 from .chain import ChainDrafter, NoDrafter
 from .draft_exit import make_draft_exit
 from .layers import EarlyExitDrafter, SkipLayerDrafter
 from .prompt_lookup import PromptLookupDrafter
 
-__all__ = ["Context", "Draft", "Drafter", "make_drafter", "skip_set"]
+__all__ = ["Context", "Draft", "Drafter", "Turn", "make_drafter", "skip_set"]
 
 
 def make_drafter(config: GenerationConfig, model: SelfSpeculativeModel) -> Drafter:

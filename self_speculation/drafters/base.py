@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..modeling import ExitStates, KVCache, SelfSpeculativeModel
+from ..modeling import Batch, ExitStates, KVCache, SelfSpeculativeModel
 from ..sampling import Sampler
 from ..stats import Round
 
@@ -49,6 +49,15 @@ class Draft:
     kept: ExitStates | None = None
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A row of a batch, with a drafter of its own, is asked for up to `limit` tokens; 0 asks for none."""
+
+    drafter: Drafter
+    context: Context
+    limit: int
+
+
 class Drafter(ABC):
     """Proposes tokens that the target then verifies in one pass."""
 
@@ -61,6 +70,11 @@ class Drafter(ABC):
 
         It may write to the cache at `context.position` and after; verification overwrites that.
         """
+
+    @classmethod
+    def propose_each(cls, turns: Sequence[Turn], batch: Batch) -> list[Draft]:
+        """`propose` for every row of a batch, whose drafters are alike: here one row after the other."""
+        return [turn.drafter.propose(turn.context, turn.limit) if turn.limit > 0 else Draft() for turn in turns]
 
     def observe(self, context: Context, outcome: Round) -> None:
         """What came of the last proposal; `context.tokens` has grown."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..modeling import Batch
 from ..stats import Round
-from .base import Context, Draft, Drafter
+from .base import Context, Draft, Drafter, Turn
 
 
 class NoDrafter(Drafter):
@@ -34,6 +35,23 @@ class ChainDrafter(Drafter):
             if draft.tokens:
                 return draft
         return Draft()
+
+    @classmethod
+    def propose_each(cls, turns: Sequence[Turn], batch: Batch) -> list[Draft]:
+        """Each part is asked for the rows that the parts before it had nothing for."""
+        drafts = [Draft() for _ in turns]
+        chains = [turn.drafter for turn in turns]
+        for parts in zip(*(chain.parts for chain in chains), strict=True):  # type: ignore[attr-defined]
+            asked = [
+                Turn(part, turn.context, 0 if draft.tokens else turn.limit)
+                for part, turn, draft in zip(parts, turns, drafts, strict=True)
+            ]
+            if not any(turn.limit > 0 for turn in asked):
+                break
+            for row, draft in enumerate(parts[0].propose_each(asked, batch)):
+                if asked[row].limit > 0:
+                    chains[row].chosen, drafts[row] = parts[row], draft  # type: ignore[attr-defined]
+        return drafts
 
     def observe(self, context: Context, outcome: Round) -> None:
         if self.chosen is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..modeling import ExitStates, SkipSet
+from ..modeling import Batch, ExitStates, SkipSet
+from ..sampling import draw_each
 from ..stats import Round
-from .base import Context, Draft, Drafter
+from .base import Context, Draft, Drafter, Turn
 from .draft_exit import DraftExit
 
 
@@ -21,8 +23,12 @@ class LayersDrafter(Drafter):
         self.limit = 0
 
     @abstractmethod
+    def part(self) -> dict[str, Any]:
+        """Which part of the model drafts, as arguments of its `run`."""
+
     def run(self, context: Context, token: int, position: int) -> torch.Tensor:
         """Hidden states [1, 1, H], before the final norm, of `token` at `position`."""
+        return context.model.run(context.model.ids([token]), context.cache, position, **self.part())
 
     def keep(self, states: list[torch.Tensor]) -> ExitStates | None:
         """What verification can go on from."""
@@ -47,11 +53,50 @@ class LayersDrafter(Drafter):
             states.append(hidden)
             if distribution is not None:
                 probs.append(distribution)
-            if last in context.end_ids:
-                break
-            if self.draft_exit is not None and self.draft_exit.stops(confidence(logits, last)):
+            if last in context.end_ids or self.doubts(logits, last):
                 break
         return Draft(tokens, torch.stack(probs) if probs else None, self.keep(states))
+
+    @classmethod
+    def propose_each(cls, turns: Sequence[Turn], batch: Batch) -> list[Draft]:
+        """Token by token for all rows at once, until the last of them has enough; the others are padded."""
+        drafters: list[Any] = [turn.drafter for turn in turns]
+        part = drafters[0].part()
+        tokens: list[list[int]] = [[] for _ in turns]
+        probs: list[list[torch.Tensor]] = [[] for _ in turns]
+        states: list[torch.Tensor] = []
+        for drafter, turn in zip(drafters, turns, strict=True):
+            drafter.limit = turn.limit
+        going = [row for row, turn in enumerate(turns) if turn.limit > 0]
+        while going:
+            last = [[(tokens[row] or turn.context.tokens)[-1]] for row, turn in enumerate(turns)]
+            states.append(batch.run(last, [turn.context.position + len(states) for turn in turns], **part))
+            logits = batch.head(states[-1], [int(row in going) for row in range(len(turns))])
+            contexts = [turns[row].context for row in going]
+            prefixes = [[*context.tokens, *tokens[row]] for row, context in zip(going, contexts, strict=True)]
+            drawn = draw_each([context.sampler for context in contexts], logits, prefixes)
+            for place, (row, (token, distribution)) in enumerate(zip(list(going), drawn, strict=True)):
+                tokens[row].append(token)
+                if distribution is not None:
+                    probs[row].append(distribution)
+                ended = len(tokens[row]) == turns[row].limit or token in turns[row].context.end_ids
+                if ended or drafters[row].doubts(logits[place : place + 1], token):
+                    going.remove(row)
+        if not states:
+            return [Draft() for _ in turns]
+        hidden = torch.cat(states, dim=1)
+        return [
+            Draft(
+                tokens[row],
+                torch.stack(probs[row]) if probs[row] else None,
+                drafter.keep([hidden[row : row + 1, : len(tokens[row])]]) if tokens[row] else None,
+            )
+            for row, drafter in enumerate(drafters)
+        ]
+
+    def doubts(self, logits: torch.Tensor, token: int) -> bool:
+        """Whether the draft ends with this token, by its logits [1, vocabulary]."""
+        return self.draft_exit is not None and self.draft_exit.stops(confidence(logits, token))
 
     def observe(self, context: Context, outcome: Round) -> None:
         if self.draft_exit is not None and outcome.drafted and self.limit == context.num_speculations:
@@ -72,8 +117,8 @@ class EarlyExitDrafter(LayersDrafter):
         super().__init__(draft_exit)
         self.exit_layer = exit_layer
 
-    def run(self, context: Context, token: int, position: int) -> torch.Tensor:
-        return context.model.run(context.model.ids([token]), context.cache, position, stop=self.exit_layer)
+    def part(self) -> dict[str, Any]:
+        return {"stop": self.exit_layer}
 
     def keep(self, states: list[torch.Tensor]) -> ExitStates:
         return ExitStates(self.exit_layer, torch.cat(states, dim=1))
@@ -90,8 +135,8 @@ class SkipLayerDrafter(LayersDrafter):
         super().__init__(draft_exit)
         self.skip = skip
 
-    def run(self, context: Context, token: int, position: int) -> torch.Tensor:
-        return context.model.run(context.model.ids([token]), context.cache, position, skip=self.skip)
+    def part(self) -> dict[str, Any]:
+        return {"skip": self.skip}
 
     def columns(self) -> dict[str, Any]:
         return {**super().columns(), **self.skip.columns()}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ..config import RunError
 from .cache import KVCache
@@ -107,7 +108,7 @@ class Backbone:
     def forward_slots(
         self,
         input_ids: torch.Tensor,
-        cache: KVCache,
+        cache: Cache,
         visit: Callable[[int, torch.Tensor, dict[str, Any]], torch.Tensor],
         **kwargs: Any,
     ) -> None:
@@ -183,9 +184,8 @@ class DirectLayers:
     def __init__(self, backbone: Backbone):
         self.backbone = backbone
         self.attention = str(backbone.config._attn_implementation)
-        self.windows = _windows(backbone.config, len(backbone.layers))
-        rope = str(getattr(backbone.config, "rope_parameters", None) or getattr(backbone.config, "rope_scaling", None))
-        if self.attention not in self.ATTENTION or "dynamic" in rope or "longrope" in rope:
+        self.windows = layer_windows(backbone.config, len(backbone.layers))
+        if self.attention not in self.ATTENTION or length_dependent_rope(backbone.config):
             raise Unsupported("masks or rotary embeddings that depend on the length")
         self.tables: list[tuple[torch.Tensor, ...]] = []  # distinct rotary tables, each (cos, sin), [1, positions, d]
         self.table_of_layer: list[int] = []
@@ -318,7 +318,13 @@ class DirectLayers:
         return True
 
 
-def _windows(config: Any, layers: int) -> list[int | None]:
+def length_dependent_rope(config: Any) -> bool:
+    """Whether rotary embeddings change with the length of the text."""
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    return "dynamic" in rope or "longrope" in rope
+
+
+def layer_windows(config: Any, layers: int) -> list[int | None]:
     """Each layer's sliding window by the configuration, None for full attention."""
     width = getattr(config, "sliding_window", None)
     if kinds := getattr(config, "layer_types", None):
