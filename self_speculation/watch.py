@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from typing import Any
 
 LEFT, FAILED, DIED = b"l", b"f", b"d"  # said before leaving (all is well, or what went wrong); what the first passes on
@@ -41,15 +42,15 @@ class Watch:
             listener = socket.create_server(("", 0), backlog=world_size)
             secret = os.urandom(8).hex()
             store.set(KEY, f"{listener.getsockname()[1]} {secret}")
-            target, arguments = self._watch_all, (listener, secret, world_size)
+            work = partial(self._watch_all, listener, secret, world_size)
         else:
             port, secret = store.get(KEY).decode().split()
             connection = socket.create_connection((host, int(port)), timeout=30)
             connection.settimeout(None)
             connection.sendall(f"{secret}{rank:8d}".encode())
             self._peers[connection] = 0
-            target, arguments = self._watch_first, (connection,)
-        threading.Thread(target=target, args=arguments, daemon=True).start()  # type: ignore[arg-type]
+            work = partial(self._watch_first, connection)
+        threading.Thread(target=work, daemon=True).start()
 
     def wait(self, seconds: float) -> tuple[int, str | None] | None:
         """The process that was lost, if it becomes known within so many seconds."""
@@ -74,9 +75,9 @@ class Watch:
             listener.close()
             while ready.get_map():
                 for key, _ in ready.select():
-                    peer: Any = key.fileobj
-                    ready.unregister(peer)
-                    self._hear(peer)
+                    ended: Any = key.fileobj
+                    ready.unregister(ended)
+                    self._hear(ended)
 
     def _watch_first(self, connection: socket.socket) -> None:
         self._hear(connection)

@@ -18,6 +18,8 @@ def test_nccl_only_where_each_process_has_its_own_gpu(gpus, backend, current, mo
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **settings: joined.append(backend))
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda url: iter([(None, 1, 2)]))
+    monkeypatch.setattr(distributed, "Watch", lambda *arguments: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     distributed.join()
     assert (joined, chosen) == ([backend], current)

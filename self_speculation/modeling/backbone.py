@@ -11,7 +11,6 @@ Two ways of running a range of layers stand behind one method, `Backbone.run`:
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from ..config import RunError
 from .cache import KVCache
+from .views import view_of
 
 TABLE_STEP = 1024  # rotary tables grow by this many positions
 
@@ -42,11 +42,11 @@ class Backbone:
         self.decoder = self._find_decoder()
         self.layers: list[nn.Module] = list(self.decoder.layers)
         self.slots = Slots(len(self.layers))
-        self.view = _with_modules(self.decoder, layers=self.slots)
+        self.view = view_of(self.decoder, layers=self.slots)
         self.cache_name = next(
             name for name in ("cache", "past_key_values") if name in _parameters(type(self.decoder).forward)
         )
-        self.head_view = _with_modules(model, **{self._decoder_name(): NormOnly(self.decoder.norm)})
+        self.head_view = view_of(model, **{self._decoder_name(): NormOnly(self.decoder.norm)})
         self.direct: DirectLayers | None = None
         try:
             direct = DirectLayers(self)
@@ -330,15 +330,6 @@ def layer_windows(config: Any, layers: int) -> list[int | None]:
     if kinds := getattr(config, "layer_types", None):
         return [width if kind == "sliding_attention" else None for kind in kinds]
     return [width] * layers
-
-
-def _with_modules(module: nn.Module, **replaced: Any) -> Any:
-    """A shallow copy of `module`, sharing its parameters, in which some children are others."""
-    view = copy.copy(module)
-    view._modules = {name: child for name, child in module._modules.items() if name not in replaced}
-    for name, child in replaced.items():
-        setattr(view, name, child)
-    return view
 
 
 def _parameters(function: Callable[..., Any]) -> Any:

@@ -54,7 +54,9 @@ class SelfSpeculativeModel:
 
     @property
     def device(self) -> torch.device:
-        return self.hf_model.device
+        """Where token ids and logits live; layers may be elsewhere (`device_map`)."""
+        main = getattr(getattr(self.hf_model, "_hf_hook", None), "execution_device", None)
+        return self.hf_model.device if main is None else torch.device(main)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +104,7 @@ class SelfSpeculativeModel:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: [1, n, H] -> logits [n, vocabulary]."""
-        return self.backbone.head(hidden)[0]
+        return self.backbone.head(hidden)[0].to(self.device)
 
     def prefill(
         self, input_ids: torch.Tensor, cache: KVCache, stop: int | None = None, skip: SkipSet | None = None

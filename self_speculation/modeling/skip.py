@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from ..config import UsageError
+from .views import view_of
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn")
 MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
@@ -82,6 +82,4 @@ def _without(layer: nn.Module, attn: bool, mlp: bool) -> nn.Module:
     name = next((name for name in names if name in layer._modules), None)
     if name is None:
         raise UsageError(f"--drafter skip_layer: {type(layer).__name__} has no sub-layer named {' or '.join(names)}")
-    view = copy.copy(layer)
-    view._modules = {**layer._modules, name: nothing}
-    return view
+    return view_of(layer, **{name: nothing})
