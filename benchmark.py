@@ -60,6 +60,8 @@ def main(
         for strategy, pool in zip(strategies, summary, strict=True):
             for line in explain(loaded, strategy, samples[0], pool):
                 print(line, flush=True)
+        if loaded.model.compile_seconds:
+            cli.note(f"compiling took {loaded.model.compile_seconds:.0f} s, which is in no figure")
         cli.note(f"rows in {log.path}")
 
 

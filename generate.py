@@ -152,12 +152,15 @@ def answer(generator: Generator, ids: list[int], number: int, streamer: str, log
         print(decoded.text, flush=True)
     stats = decoded.stats
     row = {"sample_id": number, **generator.columns(), **stats.row(), "stop_reason": decoded.stop_reason}
+    row["note"] = stats.note()
     log.write(row, prediction=decoded.text)
     figures = [
         f"{generator.config.generation_strategy}: {stats.new_tokens} tokens",
         f"prefill {stats.prefill_s:.3f} s",
         f"decode {stats.decode_s:.3f} s",
     ]
+    if stats.compile_s:
+        figures.append(f"compiling {stats.compile_s:.1f} s, not counted")
     if stats.tokens_per_second is not None:
         figures.append(f"{stats.tokens_per_second:.1f} tokens/s")
     if stats.acceptance_rate is not None:

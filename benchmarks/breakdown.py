@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from self_speculation import GenerationConfig, Generator, load
 from self_speculation.modeling import ExitStates

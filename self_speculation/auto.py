@@ -162,7 +162,7 @@ def _fingerprint(loaded: Loaded, config: GenerationConfig, exits: Sequence[int],
     facts = (
         VERSION, str(model.dtype), model.device.type, cuda, platform.machine(), platform.node(), os.cpu_count(),
         torch.get_num_threads(), torch.__version__, transformers.__version__, sampling, history, tuple(exits),
-        tuple(lengths), model.hf_model.config.to_json_string(),
+        tuple(lengths), model.hf_model.config.to_json_string(), model.compiled,
     )  # fmt: skip
     digest.update(repr(facts).encode())
     return digest.hexdigest()[:20]

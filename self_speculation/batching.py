@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from .decoding import Decoded, DraftAlone, Text
+from .decoding import Decoded, DraftAlone, Text, clock
 from .drafters import Turn
 from .modeling import Batch, KVCache, SelfSpeculativeModel
 from .sampling import verify_each
-from .stats import now
 
 Begin = Callable[[Callable[[int], KVCache]], Text]
 """Makes a text whose cache the given function makes. The texts of one batch have the same settings, drafters included;
@@ -63,7 +62,7 @@ def _ended(rows: list[tuple[int, Text]], batch: Batch) -> Iterator[tuple[int, De
 
 def _round(batch: Batch, texts: list[Text], draft_alone: DraftAlone | None) -> None:
     """One draft and one verification for every row."""
-    started = now(batch.model.device)
+    started = clock(batch.model)
     turns = [Turn(text.drafter, text.context, text.room()) for text in texts]
     drafts = turns[0].drafter.propose_each(turns, batch)
     blocks = [[turn.context.tokens[-1], *draft.tokens] for turn, draft in zip(turns, drafts, strict=True)]
@@ -81,6 +80,6 @@ def _round(batch: Batch, texts: list[Text], draft_alone: DraftAlone | None) -> N
     )
     for text, draft, verdict in zip(texts, drafts, verdicts, strict=True):
         text.take(draft, *verdict)
-    share = (now(batch.model.device) - started) / len(texts)
+    share = (clock(batch.model) - started) / len(texts)
     for text in texts:
         text.stats.decode_s += share

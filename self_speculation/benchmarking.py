@@ -187,7 +187,7 @@ def sample_row(strategy: Strategy, sample: Sample, decoded: Decoded, dataset: Da
         **strategy.generator.columns(),
         **decoded.stats.row(),
         "stop_reason": decoded.stop_reason,
-        "note": sample.note or None,
+        "note": "; ".join(filter(None, (sample.note, decoded.stats.note()))) or None,
         "strategy": strategy.name,
         "batch_size": strategy.generator.config.batch_size,
         "repeated_4grams": metrics.repeated_4grams(decoded.tokens),

@@ -71,6 +71,7 @@ class ModelConfig:
     )
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     attn_implementation: str | None = flag(None, "eager, sdpa, flash_attention_2, ...", unset="the model's own choice")
+    compile: bool = flag(False, "compile draft steps and verification with torch.compile when they are first needed")
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)

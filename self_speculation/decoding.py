@@ -92,10 +92,10 @@ class Text:
         """Run the prompt and draw the first token."""
         context, part = self.context, draft_alone or DraftAlone()
         model = context.model
-        started = now(model.device)
+        started = clock(model)
         logits = model.prefill(model.ids(context.tokens), context.cache, part.stop, part.skip)
         first, _ = context.sampler.draw(logits, context.tokens)
-        self.stats.prefill_s = now(model.device) - started
+        self.stats.prefill_s = clock(model) - started
         self._add([], 0, [first])
         self.drafter.start(context)
 
@@ -159,10 +159,10 @@ def decode(
     text = Text(
         model, drafter, prompt, sampler=sampler, stopper=stopper, num_speculations=num_speculations, observer=observer
     )
-    context, started = text.context, None
+    context, started, compiled = text.context, None, model.compile_seconds
     try:
         text.prefill(draft_alone)
-        started = now(model.device)
+        started = clock(model)
         while not text.ended:
             room = text.room()
             draft = drafter.propose(context, room) if room > 0 else Draft()
@@ -172,8 +172,14 @@ def decode(
     except KeyboardInterrupt:
         stopper.reason = "interrupted"
     if started is not None:
-        text.stats.decode_s = now(model.device) - started
+        text.stats.decode_s = clock(model) - started
+    text.stats.compile_s = model.compile_seconds - compiled
     return text.decoded()
+
+
+def clock(model: SelfSpeculativeModel) -> float:
+    """Seconds of a clock that stands still while something is compiled."""
+    return now(model.device) - model.compile_seconds
 
 
 def _verify(

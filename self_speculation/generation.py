@@ -54,6 +54,8 @@ class Generator:
         if self.config.batch_size > 1 and (reason := why_not(loaded.model)):
             notify(f"--batch_size {self.config.batch_size}: prompts are decoded one at a time; {reason}")
             self.config = replace(self.config, batch_size=1)
+        if self.config.batch_size > 1 and loaded.model.compiled:
+            notify("--compile: batches are not compiled, only what is decoded with --batch_size 1")
         self.draft_alone = None
         if self.config.generation_strategy == "autoregressive":
             self.draft_alone = draft_alone(self.config, loaded)
@@ -150,6 +152,7 @@ class Generator:
             "model": self.loaded.name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
+            "compile": model.compiled and config.batch_size == 1,
             "seed": self.seed,
         }
 

@@ -239,7 +239,8 @@ class SelfSpeculativeLM(HFLM):
     def _keep(self, generator: Generator, request: Instance, decoded: Decoded) -> str:
         """Note what an answer cost, and keep it for later runs; its text as lm-eval gives it."""
         text = postprocess_generated_text(str(self.tok_decode(decoded.tokens)), generator.config.stop_words, None)
-        row = self._row(generator, request) | decoded.stats.row() | {"stop_reason": decoded.stop_reason}
+        row = self._row(generator, request) | decoded.stats.row()
+        row |= {"stop_reason": decoded.stop_reason, "note": decoded.stats.note()}
         self.rows_made[row["dataset"], row["sample_id"]] = row
         self.on_text(row, text)
         if self.responses is None:

@@ -103,7 +103,10 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
             raise RunError(f"{name}: the weights lack {missing[0]} and {len(missing) - 1} more; the file is incomplete")
         if "device_map" not in extra:
             model.to(device)
-    return Loaded(name, SelfSpeculativeModel(model), tokenizer)
+    split = SelfSpeculativeModel(model)
+    if config.compile:
+        split.compile()
+    return Loaded(name, split, tokenizer)
 
 
 def end_ids(generation_eos: int | Iterable[int] | None, tokenizer_eos: int | None) -> tuple[int, ...]:

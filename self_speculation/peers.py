@@ -93,7 +93,7 @@ class PeerGenerator:
 
     def columns(self) -> dict[str, Any]:
         """The settings as columns of a result row; those that do not apply are left out."""
-        row = {**self.plain.columns(), "generation_strategy": self.name}
+        row = {**self.plain.columns(), "generation_strategy": self.name, "compile": None}
         if self.name != "hf":
             row["num_speculations"] = self.config.num_speculations
         if self.name == "hf_early_exit":

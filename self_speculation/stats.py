@@ -26,6 +26,7 @@ class Stats:
     new_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    compile_s: float = 0.0  # in neither of the two
     rounds: list[Round] = field(default_factory=list)
 
     @property
@@ -55,6 +56,10 @@ class Stats:
         """Decoded tokens by decode seconds; None without rounds."""
         return self.decode_tokens / self.decode_s if self.rounds and self.decode_s else None
 
+    def note(self) -> str | None:
+        """What a row should say beside its figures."""
+        return f"compiling took {self.compile_s:.1f} s, not counted" if self.compile_s else None
+
     def row(self) -> dict[str, float | int | None]:
         """These figures under their column names."""
         names = ("prompt_tokens", "new_tokens", "decode_tokens", "drafted", "accepted", "acceptance_rate",
@@ -70,6 +75,7 @@ def pooled(parts: Iterable[Stats]) -> Stats:
         total.new_tokens += part.new_tokens
         total.prefill_s += part.prefill_s
         total.decode_s += part.decode_s
+        total.compile_s += part.compile_s
         total.rounds += part.rounds
     return total
 

@@ -32,6 +32,7 @@ class TableModel:
     num_layers: int = 4
     vocab_size: int = VOCAB
     device: torch.device = torch.device("cpu")
+    compile_seconds: float = 0.0
 
     def check_exit_layer(self, exit_layer: int) -> None:
         assert 1 <= exit_layer < self.num_layers

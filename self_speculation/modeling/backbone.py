@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from ..config import RunError
 from .cache import KVCache
+from .compiled import Compiled
 from .views import view_of
 
 TABLE_STEP = 1024  # rotary tables grow by this many positions
@@ -47,6 +48,7 @@ class Backbone:
             name for name in ("cache", "past_key_values") if name in _parameters(type(self.decoder).forward)
         )
         self.head_view = view_of(model, **{self._decoder_name(): NormOnly(self.decoder.norm)})
+        self.compiled: Compiled | None = None  # set by `SelfSpeculativeModel.compile`
         self.direct: DirectLayers | None = None
         try:
             direct = DirectLayers(self)
@@ -79,6 +81,10 @@ class Backbone:
             The hidden states [1, n, H] leaving the last of the layers, before the final norm.
         """
         cache.position = position
+        if self.compiled is not None:
+            compiled = self.compiled.run(input_ids, cache, start, layers, hidden)
+            if compiled is not None:
+                return compiled
         if self.direct is not None:
             return self.direct.run(input_ids, cache, start, layers, hidden)
         return self.run_view(input_ids, cache, start, layers, hidden)
@@ -118,7 +124,8 @@ class Backbone:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm, LM head and whatever the family does to its logits: [1, n, H] -> [1, n, vocabulary]."""
-        return self.head_view(inputs_embeds=hidden).logits
+        compiled = None if self.compiled is None else self.compiled.head(hidden)
+        return self.head_view(inputs_embeds=hidden).logits if compiled is None else compiled
 
     def _decoder_name(self) -> str:
         return next(name for name, module in self.model.named_children() if module is self.decoder)
@@ -171,7 +178,10 @@ class NormOnly(nn.Module):
         return _Output(last_hidden_state=self.norm(inputs_embeds))
 
 
-class _Output(SimpleNamespace):
+class _Output:
+    def __init__(self, last_hidden_state: torch.Tensor):
+        self.last_hidden_state = last_hidden_state
+
     def __getattr__(self, name: str) -> None:
         """Anything a family looks for beside the hidden states (router logits, attentions) is absent."""
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..config import UsageError
 from .backbone import Backbone, Unsupported
 from .cache import KVCache
+from .compiled import Compiled
 from .skip import SkipSet
 
 
@@ -38,6 +39,20 @@ class SelfSpeculativeModel:
         with torch.inference_mode():
             self.backbone = Backbone(self.hf_model)
             self._check_split()
+
+    def compile(self) -> None:
+        """Have what drafting and verifying run compiled when it is first needed; a warning says where that fails."""
+        self.backbone.compiled = Compiled(self.backbone)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether draft steps and verification are compiled."""
+        return self.backbone.compiled is not None and self.backbone.compiled.failure is None
+
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling has taken so far."""
+        return self.backbone.compiled.seconds if self.backbone.compiled else 0.0
 
     @property
     def num_layers(self) -> int:
