@@ -23,7 +23,7 @@ from .config import GenerationConfig
 from .costs import measure_costs, spread
 from .decoding import decode
 from .drafters.chain import NoDrafter
-from .loading import Loaded, cache_folder
+from .loading import Loaded, cache_folder, fingerprint
 from .prediction import Rounds, simulate, trace
 from .sampling import Sampler, sample_seed
 from .stopping import Stopper
@@ -149,10 +149,6 @@ def _keep(path: Path, content: dict[str, object]) -> None:
 def _fingerprint(loaded: Loaded, config: GenerationConfig, exits: Sequence[int], lengths: Sequence[int]) -> str:
     """What the prediction depends on: weights, dtype, device, settings, and what was tried."""
     model = loaded.model
-    digest = hashlib.sha256()
-    for name, weight in model.hf_model.named_parameters():
-        sample = weight.detach().flatten()[:: max(1, weight.numel() // 16)][:16].double().cpu()
-        digest.update(f"{name}{tuple(weight.shape)}{sample.tolist()}".encode())
     cuda = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
     settings = config.resolved()
     sampling = None if settings.greedy else (
@@ -160,9 +156,8 @@ def _fingerprint(loaded: Loaded, config: GenerationConfig, exits: Sequence[int],
     )  # fmt: skip
     history = (settings.repetition_penalty, settings.no_repeat_ngram_size)
     facts = (
-        VERSION, str(model.dtype), model.device.type, cuda, platform.machine(), platform.node(), os.cpu_count(),
-        torch.get_num_threads(), torch.__version__, transformers.__version__, sampling, history, tuple(exits),
-        tuple(lengths), model.hf_model.config.to_json_string(), model.compiled,
+        VERSION, fingerprint(model.hf_model), str(model.dtype), model.device.type, cuda, platform.machine(),
+        platform.node(), os.cpu_count(), torch.get_num_threads(), torch.__version__, transformers.__version__, sampling,
+        history, tuple(exits), tuple(lengths), model.hf_model.config.to_json_string(), model.compiled,
     )  # fmt: skip
-    digest.update(repr(facts).encode())
-    return digest.hexdigest()[:20]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]

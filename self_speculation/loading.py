@@ -116,6 +116,18 @@ def end_ids(generation_eos: int | Iterable[int] | None, tokenizer_eos: int | Non
     return (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos)
 
 
+def fingerprint(model: torch.nn.Module) -> str:
+    """Names a model by its weights: what was made for one model (an adapter, a skip set) is kept under this name.
+
+    Weights count as bfloat16 tells them apart, so a model has one name in float64, float32 and bfloat16, on any device.
+    """
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // 16)][:16].to(torch.bfloat16).double().cpu()
+        digest.update(f"{name}{tuple(weight.shape)}{sample.tolist()}".encode())
+    return digest.hexdigest()[:20]
+
+
 def short_names() -> tuple[str, ...]:
     """Every name that stands for a model: the embedded checkpoints and the packages."""
     embedded = sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))

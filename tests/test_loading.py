@@ -11,7 +11,7 @@ import torch
 
 from self_speculation import generate, load
 from self_speculation.config import ModelConfig, RunError, UsageError
-from self_speculation.loading import SHORT_NAMES, _packaged_gguf, choose_dtype, locate
+from self_speculation.loading import SHORT_NAMES, _packaged_gguf, choose_dtype, fingerprint, locate
 from tests.folders import save_tiny_model, tiny_llama
 
 needs_smollm2 = pytest.mark.skipif(
@@ -34,6 +34,14 @@ def test_three_lines_of_python(folder):
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float64"])
 def test_dtype_is_what_was_asked_for(folder, name):
     assert load(str(folder), dtype=name).model.dtype == getattr(torch, name)
+
+
+def test_a_model_has_one_name_in_every_dtype_and_another_once_a_weight_changes(folder):
+    models = [load(str(folder), dtype=name).model.hf_model for name in ("float32", "bfloat16", "float64")]
+    names = {fingerprint(model) for model in models}
+    assert len(names) == 1
+    models[0].model.layers[0].mlp.down_proj.weight.data.mul_(1.01)
+    assert fingerprint(models[0]) not in names
 
 
 def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_what_the_cpu_does_well(monkeypatch):
