@@ -1,20 +1,25 @@
-"""Train a model whose early layers draft well (LayerSkip), or measure every layer of a model as an exit."""
+"""Train a model whose early layers draft well (LayerSkip), or an adapter that lets a frozen model draft."""
 
 from __future__ import annotations
 
 from self_speculation import cli
 from self_speculation.config import ModelConfig, RunConfig, UsageError
-from self_speculation.training.config import DataConfig, TrainConfig
+from self_speculation.training.config import AdapterTrainConfig, DataConfig, TrainConfig
 
 
-def main(train: TrainConfig, data: DataConfig, model: ModelConfig, run: RunConfig) -> None:
-    """Train a model to exit early by the LayerSkip recipe, from a configuration file or from its weights."""
+def main(train: TrainConfig, adapter: AdapterTrainConfig, data: DataConfig, model: ModelConfig, run: RunConfig) -> None:
+    """Train a model to exit early by the LayerSkip recipe, or an adapter through which a frozen model drafts."""
     if data.data is None:
         raise UsageError("--data: give python_source, a hub id, or text, JSONL or Parquet files")
-    from self_speculation.training.recipes import RECIPES
+    if train.recipe == "adapter":
+        from self_speculation.training.adapters import train_adapter
 
-    RECIPES[train.recipe](train, data, model, run)
+        train_adapter(train, adapter, data, model, run)
+    else:
+        from self_speculation.training.recipes import RECIPES
+
+        RECIPES[train.recipe](train, data, model, run)
 
 
 if __name__ == "__main__":
-    cli.run(main, (TrainConfig, DataConfig, ModelConfig, RunConfig))
+    cli.run(main, (TrainConfig, AdapterTrainConfig, DataConfig, ModelConfig, RunConfig))

@@ -68,7 +68,8 @@ def _round(batch: Batch, texts: list[Text], draft_alone: DraftAlone | None) -> N
     blocks = [[turn.context.tokens[-1], *draft.tokens] for turn, draft in zip(turns, drafts, strict=True)]
     positions = [turn.context.position for turn in turns]
     if draft_alone is None:
-        logits = batch.verify(blocks, positions, [draft.kept for draft in drafts])
+        kept, states = [draft.kept for draft in drafts], [turn.context.states for turn in turns]
+        logits = batch.verify(blocks, positions, kept, states)
     else:
         hidden = batch.run(blocks, positions, stop=draft_alone.stop, skip=draft_alone.skip)
         logits = batch.head(hidden, [len(block) for block in blocks])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 STRATEGIES = ("autoregressive", "self_speculative")
-DRAFTERS = ("early_exit", "skip_layer", "prompt_lookup")
+DRAFTERS = ("early_exit", "skip_layer", "prompt_lookup", "adapter")
 DRAFT_EXIT_RULES = ("paper", "blog")
 STREAMERS = ("none", "standard", "speculative")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -71,7 +71,10 @@ class ModelConfig:
     )
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     attn_implementation: str | None = flag(None, "eager, sdpa, flash_attention_2, ...", unset="the model's own choice")
-    compile: bool = flag(False, "compile draft steps and verification with torch.compile when they are first needed")
+    compile: bool = flag(
+        False, "compile draft steps and verification with torch.compile when they are first needed; in "
+        "training, the layers and the loss"
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
@@ -101,8 +104,8 @@ class GenerationConfig:
     generation_strategy: str = flag("autoregressive", "autoregressive or self_speculative")
     drafter: str | None = flag(
         None,
-        "early_exit, skip_layer, prompt_lookup, or a chain such as prompt_lookup+early_exit",
-        unset="skip_layer with sub-layers to skip, else early_exit",
+        "early_exit, skip_layer, prompt_lookup, adapter, or a chain such as prompt_lookup+early_exit",
+        unset="skip_layer with sub-layers to skip, adapter with an adapter, else early_exit",
     )
     exit_layer: int = flag(
         -1,
@@ -126,6 +129,9 @@ class GenerationConfig:
     skip_attn_layers: str | None = flag(None, "layers whose attention a draft skips, such as 3,5-8")
     skip_mlp_layers: str | None = flag(None, "layers whose MLP a draft skips")
     skip_layers: str | None = flag(None, 'a JSON file with {"attn": [...], "mlp": [...]}, as search.py writes it')
+    adapter: str | None = flag(
+        None, "folder or name of an adapter that train.py --recipe adapter made", unset="the one made for the model"
+    )
     draft_exit_threshold: float | None = flag(
         None, "stop drafting once the draft's own probability of a token is below this; the threshold to start from "
         "when it adapts", unset="drafts run to --num_speculations; adapting starts at 0.6, by the rule blog at 0.5"

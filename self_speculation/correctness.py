@@ -35,7 +35,7 @@ Row = dict[str, Any]
 VERDICT_COLUMNS = (
     "run_id", "timestamp", "script", "git_sha", "model", "dtype", "device", "torch", "transformers", "world_size",
     "rank", "seed", "dataset", "sample_id", "generation_strategy", "drafter", "exit_layer", "num_speculations",
-    "skip_attn", "skip_mlp", "sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "skip_attn", "skip_mlp", "adapter", "sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "no_repeat_ngram_size", "max_steps", "test", "against", "place", "compared_tokens", "first_difference", "gap",
     "allowed_gap", "draws", "p_value", "forward_distance", "allowed_distance", "verdict", "note",
 )  # fmt: skip
@@ -52,8 +52,11 @@ HALF_DISTANCE = 0.1
 
 def check_settings(config: GenerationConfig) -> None:
     """Raise `UsageError` for settings with which the output is meant to differ."""
-    if config.generation_strategy == AUTOREGRESSIVE and (config.exit_layer != -1 or any(config.skipped())):
-        flag = "exit_layer" if config.exit_layer != -1 else "skip_attn_layers"
+    by_adapter = config.adapter or config.drafter == "adapter"
+    if config.generation_strategy == AUTOREGRESSIVE and (
+        config.exit_layer != -1 or any(config.skipped()) or by_adapter
+    ):
+        flag = "exit_layer" if config.exit_layer != -1 else "adapter" if by_adapter else "skip_attn_layers"
         raise UsageError(
             f"--{flag}: autoregressive decoding with part of the model is meant to differ from the whole; "
             "add --generation_strategy self_speculative"
@@ -66,8 +69,8 @@ def make_checked(
     """The strategy under test first, then those that it must agree with."""
     plain = replace(
         config, generation_strategy=AUTOREGRESSIVE, drafter=None, exit_layer=-1, num_speculations=-1,
-        skip_attn_layers=None, skip_mlp_layers=None, skip_layers=None, adaptive_draft_exit=False,
-        draft_exit_threshold=None,
+        skip_attn_layers=None, skip_mlp_layers=None, skip_layers=None, adapter=None,
+        adaptive_draft_exit=False, draft_exit_threshold=None,
     )  # fmt: skip
     tested = Strategy("tested", Generator(loaded, config, seed=seed, notify=notify))
     if not config.greedy:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from .config import UsageError
-from .drafters import Context, Draft, Drafter
-from .modeling import KVCache, SelfSpeculativeModel, SkipSet
+from .drafters import AdapterDrafter, Context, Draft, Drafter
+from .modeling import KeptStates, KVCache, SelfSpeculativeModel, SkipSet
 from .sampling import Sampler
 from .stats import Round, Stats, now
 from .stopping import Stopper
@@ -49,10 +49,26 @@ class Decoded:
 
 @dataclass(frozen=True)
 class DraftAlone:
-    """The part of the model that is taken for the whole: its first layers, or all but the sub-layers in `skip`."""
+    """What is taken for the whole model: its first layers, all but the sub-layers in `skip`, or an adapter's draft.
+
+    An adapter of the kind feature goes on from states of the last layer: the whole model reads the prompt for it and
+    gives the first token; from there on the adapter goes on from its own states.
+    """
 
     stop: int | None = None
     skip: SkipSet | None = None
+    adapter: AdapterDrafter | None = None
+
+    def read(self, model: SelfSpeculativeModel, tokens: torch.Tensor) -> torch.Tensor:
+        """Its logits [n, vocabulary] on a text [1, n].
+
+        Raises:
+            UsageError: an adapter that cannot read without the whole model.
+        """
+        cache = model.new_cache(tokens.shape[1])
+        if self.adapter is None:
+            return model.head(model.run(tokens, cache, 0, stop=self.stop, skip=self.skip))
+        return self.adapter.read(model, tokens, cache)
 
 
 class Text:
@@ -82,8 +98,8 @@ class Text:
         if len(prompt) >= model.max_positions:
             raise UsageError(f"the prompt has {len(prompt)} tokens, the model has {model.max_positions} positions")
         self.last_position = model.max_positions - 1
-        capacity = min(len(prompt) + stopper.budget, model.max_positions) + num_speculations + 1
-        cache = (new_cache or model.new_cache)(capacity)
+        self.capacity = min(len(prompt) + stopper.budget, model.max_positions) + num_speculations + 1
+        cache = (new_cache or model.new_cache)(self.capacity)
         self.context = Context(model, cache, sampler, list(prompt), stopper.end_ids, num_speculations)
         self.drafter, self.stopper, self.observer = drafter, stopper, observer or Observer()
         self.stats = Stats(prompt_tokens=len(prompt))
@@ -92,8 +108,10 @@ class Text:
         """Run the prompt and draw the first token."""
         context, part = self.context, draft_alone or DraftAlone()
         model = context.model
+        depth = part.adapter.depth if part.adapter else self.drafter.depth
+        context.states = None if depth is None else KeptStates(depth, self.capacity)
         started = clock(model)
-        logits = model.prefill(model.ids(context.tokens), context.cache, part.stop, part.skip)
+        logits = _prefill(context, part)
         first, _ = context.sampler.draw(logits, context.tokens)
         self.stats.prefill_s = clock(model) - started
         self._add([], 0, [first])
@@ -167,7 +185,7 @@ def decode(
             room = text.room()
             draft = drafter.propose(context, room) if room > 0 else Draft()
             text.observer.on_draft(draft.tokens)
-            logits = _verify(model, context, draft, draft_alone)
+            logits = _verify(context, draft, draft_alone or DraftAlone())
             text.take(draft, *sampler.verify(logits, context.tokens, draft.tokens, draft.probs))
     except KeyboardInterrupt:
         stopper.reason = "interrupted"
@@ -182,12 +200,32 @@ def clock(model: SelfSpeculativeModel) -> float:
     return now(model.device) - model.compile_seconds
 
 
-def _verify(
-    model: SelfSpeculativeModel, context: Context, draft: Draft, draft_alone: DraftAlone | None
-) -> torch.Tensor:
+def _prefill(context: Context, part: DraftAlone) -> torch.Tensor:
+    """Logits [1, vocabulary] after the prompt."""
+    model, prompt = context.model, context.model.ids(context.tokens)
+    if part.adapter is not None:
+        part.adapter.start(context)
+        if not part.adapter.adapter.ahead:
+            assert context.states is not None
+            context.states.write(0, model.run(prompt, context.cache, 0, stop=part.adapter.depth))
+            return _adapter_alone(context, part.adapter)
+    return model.prefill(prompt, context.cache, part.stop, part.skip, context.states)
+
+
+def _verify(context: Context, draft: Draft, part: DraftAlone) -> torch.Tensor:
     """The target's logits after the last token and after each draft, [k + 1, vocabulary]."""
-    block = model.ids([context.tokens[-1], *draft.tokens])
-    if draft_alone is not None:
-        part = model.run(block, context.cache, context.position, stop=draft_alone.stop, skip=draft_alone.skip)
-        return model.head(part)
-    return model.verify(block, context.cache, context.position, draft.kept)
+    if part.adapter is not None:
+        return _adapter_alone(context, part.adapter)
+    model, block = context.model, context.model.ids([context.tokens[-1], *draft.tokens])
+    if part.stop is not None or part.skip is not None:
+        return model.head(model.run(block, context.cache, context.position, stop=part.stop, skip=part.skip))
+    return model.verify(block, context.cache, context.position, draft.kept, context.states)
+
+
+def _adapter_alone(context: Context, drafter: AdapterDrafter) -> torch.Tensor:
+    """Logits [1, vocabulary] after the last token, by the adapter."""
+    hidden = drafter.run(context, context.tokens[-1], context.position)
+    if drafter.adapter.ahead:
+        assert context.states is not None
+        context.states.write(context.position, hidden)
+    return drafter.logits(context, hidden)

@@ -9,16 +9,17 @@ from functools import partial
 from typing import Any
 
 from . import auto
+from .adapters import load_adapter
 from .batching import Begin, decode_batch
 from .config import GenerationConfig, UsageError
 from .decoding import Decoded, DraftAlone, Observer, Text, decode
-from .drafters import make_drafter, skip_set
+from .drafters import AdapterDrafter, make_drafter, skip_set
 from .loading import Loaded, load
-from .modeling import KVCache, why_not
+from .modeling import Adapter, KVCache, why_not
 from .sampling import Sampler, sample_seed
 from .stopping import Stopper
 
-DEFAULT_SPECULATIONS = {"early_exit": 6, "skip_layer": 6, "prompt_lookup": 10}
+DEFAULT_SPECULATIONS = {"early_exit": 6, "skip_layer": 6, "prompt_lookup": 10, "adapter": 3}
 ADAPTIVE_SPECULATIONS = {"paper": 12, "blog": 8}
 SETTINGS_COLUMNS = (
     "generation_strategy", "drafter", "exit_layer", "num_speculations", "draft_exit_threshold", "sample", "temperature",
@@ -51,15 +52,18 @@ class Generator:
         if config.exit_layer != -1:
             loaded.model.check_exit_layer(config.exit_layer)
         self.config = choose(config.resolved(), loaded, notify)
-        if self.config.batch_size > 1 and (reason := why_not(loaded.model)):
+        self.adapter = load_adapter(loaded.model, self.config.adapter) if uses_adapter(self.config) else None
+        self.draft_alone = None
+        if self.config.generation_strategy == "autoregressive":
+            self.draft_alone = draft_alone(self.config, loaded, self.adapter)
+        by_adapter = self.draft_alone is not None and self.draft_alone.adapter is not None
+        why_alone = "an adapter that decodes alone keeps the states of one text" if by_adapter else None
+        if self.config.batch_size > 1 and (reason := why_alone or why_not(loaded.model)):
             notify(f"--batch_size {self.config.batch_size}: prompts are decoded one at a time; {reason}")
             self.config = replace(self.config, batch_size=1)
         if self.config.batch_size > 1 and loaded.model.compiled:
             notify("--compile: batches are not compiled, only what is decoded with --batch_size 1")
-        self.draft_alone = None
-        if self.config.generation_strategy == "autoregressive":
-            self.draft_alone = draft_alone(self.config, loaded)
-        self.drafter = make_drafter(self.config, loaded.model)
+        self.drafter = make_drafter(self.config, loaded.model, self.adapter)
 
     def __call__(
         self,
@@ -95,7 +99,7 @@ class Generator:
         def begin(prompt: str | Sequence[int], sample_id: object, new_cache: Callable[[int], KVCache]) -> Text:
             return Text(
                 self.loaded.model,
-                make_drafter(self.config, self.loaded.model),
+                make_drafter(self.config, self.loaded.model, self.adapter),
                 self._ids(prompt),
                 sampler=self.sampler(sample_id),
                 stopper=self.stopper(),
@@ -148,6 +152,7 @@ class Generator:
             row["draft_exit_rule"] = config.draft_exit_rule
         return row | {
             **(self.draft_alone.skip.columns() if self.draft_alone and self.draft_alone.skip else {}),
+            **(self.draft_alone.adapter.columns() if self.draft_alone and self.draft_alone.adapter else {}),
             **self.drafter.columns(),
             "model": self.loaded.name,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -163,14 +168,17 @@ def choose(config: GenerationConfig, loaded: Loaded, notify: Callable[[str], Non
     Early exit is chosen by a prediction (`auto`); where it does not pay, `num_speculations` becomes 0, or the drafters
     beside it are left to themselves.
     """
+    if config.exit_layer != -1 and uses_adapter(config) and "early_exit" not in config.drafters():
+        raise UsageError(f"--exit_layer {config.exit_layer}: an adapter has an exit of its own; leave the flag out")
     if config.generation_strategy == "autoregressive":
-        if config.drafter not in (None, "early_exit", "skip_layer"):
+        if config.drafter not in (None, "early_exit", "skip_layer", "adapter"):
             raise UsageError(
                 f"--drafter {config.drafter}: autoregressive decoding has no drafter; "
                 "add --generation_strategy self_speculative"
             )
         return replace(config, num_speculations=-1)
-    config = replace(config, drafter=config.drafter or ("skip_layer" if any(config.skipped()) else "early_exit"))
+    usual = "skip_layer" if any(config.skipped()) else "adapter" if config.adapter else "early_exit"
+    config = replace(config, drafter=config.drafter or usual)
     fixed_length = config.num_speculations != -1 or config.adaptive_draft_exit or "skip_layer" in config.drafters()
     if config.num_speculations == 0:
         return config
@@ -199,8 +207,15 @@ def _fixed_speculations(config: GenerationConfig, notify: Callable[[str], None])
     return number
 
 
-def draft_alone(config: GenerationConfig, loaded: Loaded) -> DraftAlone | None:
+def uses_adapter(config: GenerationConfig) -> bool:
+    """Whether an adapter drafts, or decodes alone."""
+    return "adapter" in config.drafters() or (config.drafter is None and config.adapter is not None)
+
+
+def draft_alone(config: GenerationConfig, loaded: Loaded, adapter: Adapter | None = None) -> DraftAlone | None:
     """The part of the model that autoregressive decoding shall take for the whole, None for all of it."""
+    if adapter is not None:
+        return DraftAlone(adapter=AdapterDrafter(adapter))
     if any(config.skipped()) or config.drafter == "skip_layer":
         return DraftAlone(skip=skip_set(config, loaded.model))
     return DraftAlone(stop=config.exit_layer) if config.exit_layer != -1 else None

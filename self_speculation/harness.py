@@ -203,11 +203,7 @@ class SelfSpeculativeLM(HFLM):
         if part is None:
             return super()._model_call(inps, attn_mask, labels)
         with torch.inference_mode():
-            rows = [
-                model.head(model.run(row[None], model.new_cache(len(row)), 0, stop=part.stop, skip=part.skip))
-                for row in inps
-            ]
-        return torch.stack(rows)
+            return torch.stack([part.read(model, row[None]) for row in inps])
 
     def _generate(self, requests: list[Instance]) -> dict[int, str]:
         """The texts of the requests that fall to this process, by their place; equal settings share batches."""

@@ -77,8 +77,10 @@ def _parse(name: str, base: GenerationConfig) -> tuple[str, GenerationConfig]:
         if field.name in values and str(field.type).startswith("str"):
             values[field.name] = str(values[field.name])
     plain: dict[str, Any] = {}
-    if kind in (AUTOREGRESSIVE, "prompt_lookup"):
+    if kind == AUTOREGRESSIVE or kind in ("prompt_lookup", "adapter", "prompt_lookup+adapter"):
         plain |= {"exit_layer": -1}
+    if "adapter" not in kind:
+        plain |= {"adapter": None}
     if kind in (AUTOREGRESSIVE, *PEERS) or "skip_layer" not in kind:
         plain |= {"skip_attn_layers": None, "skip_mlp_layers": None, "skip_layers": None}
     if kind in (AUTOREGRESSIVE, "prompt_lookup", *PEERS):

@@ -111,7 +111,7 @@ def run_model_case(rng: random.Random, show: bool) -> None:
         print(case)
     model = tiny.split(family, case["way"])
 
-    def answer() -> tuple[Decoded, CountCheck, Any]:
+    def answer() -> tuple[Decoded, CountCheck, Drafter, Any]:
         if case["drafter"] == "random":
             made: Drafter = RandomDrafter(case["seed"], truth, len(prompt), case["processors"]["sample"])
         else:
@@ -124,9 +124,9 @@ def run_model_case(rng: random.Random, show: bool) -> None:
             model, made, prompt, steps=steps, num_speculations=k, seed=case["seed"], end=case["end"],
             stop_strings=stops, decode_text=letters, observer=watch, **case["processors"],
         )  # fmt: skip
-        return decoded, watch, caches[-1]
+        return decoded, watch, made, caches[-1]
 
-    decoded, watch, context = answer()
+    decoded, watch, made, context = answer()
     assert watch.tokens == decoded.tokens and watch.file.getvalue() == decoded.text + "\n", "streamed"
     stats = decoded.stats
     assert stats.new_tokens == len(decoded.tokens) <= steps and 0 <= stats.accepted <= stats.drafted
@@ -139,11 +139,11 @@ def run_model_case(rng: random.Random, show: bool) -> None:
                 stopper.push([token])
         assert decoded.tokens == stopper.tokens, f"{decoded.tokens} instead of {stopper.tokens}"
         assert (decoded.text, decoded.stop_reason) == (stopper.text(), stopper.reason)
-    check_cache(model, context)
+    check_cache(model, made, context)
 
 
 @torch.inference_mode()
-def check_cache(model: Any, context: Any) -> None:
+def check_cache(model: Any, drafter: Drafter, context: Any) -> None:
     """Keys and values of the text so far equal those of a fresh forward."""
     known = min(context.position, len(context.tokens) - 1)
     if known < 1:
@@ -155,6 +155,8 @@ def check_cache(model: Any, context: Any) -> None:
         for name in ("keys", "values"):
             difference = getattr(kept, name)[:, :, :known] - getattr(wanted, name)[:, :, :known]
             assert float(difference.abs().max()) <= bound, f"cache {name} differ by {float(difference.abs().max())}"
+    error = tiny.adapter_cache_error(drafter, context)
+    assert error <= bound, f"the adapter's cache differs by {error}"
 
 
 def run_law_case(rng: random.Random, show: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,13 +57,33 @@ class TableModel:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[0]
 
-    def prefill(self, input_ids: torch.Tensor, cache: Any, stop: int | None = None, skip: Any = None) -> torch.Tensor:
-        return self.head(self.run(input_ids, cache, 0, stop=stop, skip=skip)[:, -1:])
+    def prefill(
+        self, input_ids: torch.Tensor, cache: Any, stop: int | None = None, skip: Any = None, states: Any = None
+    ) -> torch.Tensor:
+        hidden = self.run(input_ids, cache, 0, stop=stop, skip=skip)
+        if states is not None:
+            states.write(0, hidden)
+        return self.head(hidden[:, -1:])
 
-    def verify(self, input_ids: torch.Tensor, cache: Any, position: int, kept: Any = None) -> torch.Tensor:
+    def verify(
+        self, input_ids: torch.Tensor, cache: Any, position: int, kept: Any = None, states: Any = None
+    ) -> torch.Tensor:
         if kept is not None:
             assert 1 <= kept.hidden.shape[1] <= input_ids.shape[1]
-        return self.head(self.run(input_ids, cache, position))
+        hidden = self.run(input_ids, cache, position)
+        if states is not None:
+            states.write(position, hidden)
+        return self.head(hidden)
+
+    def run_adapter(
+        self, adapter: Any, tokens: torch.Tensor, cache: Any, position: int, states: torch.Tensor
+    ) -> torch.Tensor:
+        """The draft's table, by the tokens that the adapter has seen."""
+        assert states.shape[1] == tokens.shape[1]
+        return self.run(tokens, cache, position, stop=1)
+
+    def draft_head(self, token_ids: Any) -> Any:
+        return SimpleNamespace(whole=self.head)
 
 
 def random_tables(seed: int = 0, support: int = 3) -> tuple[Table, Table]:

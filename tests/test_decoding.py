@@ -114,6 +114,7 @@ class CacheCheck:
             for name in ("keys", "values"):
                 ours, theirs = getattr(kept, name)[:, :, :known], getattr(wanted, name)[:, :, :known]
                 assert float((ours - theirs).abs().max()) <= self.bound
+        assert tiny.adapter_cache_error(self.drafter, context) <= self.bound
         self.rounds += 1
 
 

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "self_speculation"
 LEVELS = [  # each may import from its own and from earlier ones
     {"config"},
     {"watch"},
-    {"distributed", "modeling", "loading"},
+    {"distributed", "modeling", "loading", "adapters"},
     {"drafters", "sampling", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming"},
     {"cli", "records", "responses", "scores", "costs", "prediction", "grid", "task_settings", "training"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from transformers import PreTrainedModel
 
 from self_speculation.config import GenerationConfig
 from self_speculation.decoding import Decoded, DraftAlone, Observer, decode
-from self_speculation.drafters import Context, Draft, Drafter, make_drafter
-from self_speculation.modeling import SelfSpeculativeModel
+from self_speculation.drafters import AdapterDrafter, Context, Draft, Drafter, make_drafter
+from self_speculation.modeling import KINDS, Adapter, AdapterShape, SelfSpeculativeModel
 from self_speculation.sampling import Sampler
 from self_speculation.stats import Round
 from self_speculation.stopping import Stopper
@@ -210,6 +211,8 @@ DRAFTERS: dict[
     "skip_layer": {"skip_attn_layers": "1,3", "skip_mlp_layers": "2-3"},
     "prompt_lookup": {},
     "prompt_lookup+early_exit": {},
+    "adapter": {},
+    "prompt_lookup+adapter": {},
 }
 
 
@@ -220,4 +223,32 @@ def new_drafter(name: str, model: Any, exit_layer: int = 2, num_speculations: in
         generation_strategy=strategy, drafter=name or None, exit_layer=exit_layer, num_speculations=num_speculations,
         **DRAFTERS[name], **settings,
     )  # fmt: skip
-    return make_drafter(config, model)
+    return make_drafter(config, model, new_adapter(model, exit_layer) if "adapter" in name else None)
+
+
+def adapter_cache_error(drafter: Drafter, context: Context) -> float:
+    """How far keys and values of an adapter in `drafter` are from those of a fresh pass over the text so far."""
+    worst = 0.0
+    for part in getattr(drafter, "parts", [drafter]):
+        index = part.adapter.shape.from_layer if isinstance(part, AdapterDrafter) else None
+        if index is not None and part.known and part.cache.layers[index].is_initialized:
+            model, known, ahead = context.model, part.known, part.adapter.ahead
+            read = model.ids(context.tokens[:known])
+            states = model.run(read, model.new_cache(known), 0, stop=part.depth)
+            fresh = model.new_cache(known)
+            model.run_adapter(part.adapter, model.ids(context.tokens[ahead : known + ahead]), fresh, 0, states)
+            for name in ("keys", "values"):
+                ours, theirs = (getattr(c.layers[index], name)[:, :, :known] for c in (part.cache, fresh))
+                worst = max(worst, float((ours - theirs).abs().max()))
+    return worst
+
+
+def new_adapter(model: Any, exit_layer: int) -> Any:
+    """An untrained adapter whose kind goes by the exit layer; `feature` for the deepest."""
+    kind = KINDS[exit_layer % len(KINDS)]
+    shape = AdapterShape(kind, model.num_layers if kind == "feature" else exit_layer, from_layer=exit_layer)
+    if not isinstance(model, SelfSpeculativeModel):
+        return SimpleNamespace(shape=shape, ahead=int(kind == "feature"), token_ids=None, name="")
+    token_ids = torch.arange(VOCAB - 1, -1, -1) if exit_layer % 2 else None
+    with torch.random.fork_rng(), torch.no_grad():
+        return Adapter(model.backbone, shape, token_ids).eval().requires_grad_(False)

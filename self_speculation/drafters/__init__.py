@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+from ..adapters import load_adapter
 from ..config import GenerationConfig
-from ..modeling import SelfSpeculativeModel, SkipSet
+from ..modeling import Adapter, SelfSpeculativeModel, SkipSet
+from .adapter import AdapterDrafter
 from .base import Context, Draft, Drafter, Turn
 from .chain import ChainDrafter, NoDrafter
 from .draft_exit import make_draft_exit
 from .layers import EarlyExitDrafter, SkipLayerDrafter
 from .prompt_lookup import PromptLookupDrafter
 
-__all__ = ["Context", "Draft", "Drafter", "Turn", "make_drafter", "skip_set"]
+__all__ = ["AdapterDrafter", "Context", "Draft", "Drafter", "Turn", "make_drafter", "skip_set"]
 
 
-def make_drafter(config: GenerationConfig, model: SelfSpeculativeModel) -> Drafter:
+def make_drafter(config: GenerationConfig, model: SelfSpeculativeModel, adapter: Adapter | None = None) -> Drafter:
     """The drafter that `config` asks for; its exit layer and number of speculations are chosen already.
+
+    Args:
+        adapter: takes the place of the one that `config` names.
 
     Raises:
         UsageError: an exit layer that the model does not have.
     """
     if config.generation_strategy == "autoregressive" or config.num_speculations == 0:
         return NoDrafter()
-    parts = [_make_part(name, config, model) for name in config.drafters()]
+    parts = [_make_part(name, config, model, adapter) for name in config.drafters()]
     return parts[0] if len(parts) == 1 else ChainDrafter(parts)
 
 
-def _make_part(name: str, config: GenerationConfig, model: SelfSpeculativeModel) -> Drafter:
+def _make_part(name: str, config: GenerationConfig, model: SelfSpeculativeModel, adapter: Adapter | None) -> Drafter:
     if name == "prompt_lookup":
         return PromptLookupDrafter(config.lookup_ngram)
     draft_exit = make_draft_exit(config)
     if name == "skip_layer":
         return SkipLayerDrafter(skip_set(config, model), draft_exit)
+    if name == "adapter":
+        return AdapterDrafter(adapter or load_adapter(model, config.adapter), draft_exit)
     model.check_exit_layer(config.exit_layer)
     return EarlyExitDrafter(config.exit_layer, draft_exit)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..modeling import Batch, ExitStates, KVCache, SelfSpeculativeModel
+from ..modeling import Batch, ExitStates, KeptStates, KVCache, SelfSpeculativeModel
 from ..sampling import Sampler
 from ..stats import Round
 
@@ -27,6 +27,7 @@ class Context:
     tokens: list[int]
     end_ids: Collection[int] = ()  # drafting past one of these is in vain
     num_speculations: int = 0  # most tokens drafted a round; near the end of the budget fewer are asked for
+    states: KeptStates | None = None  # of all tokens but the last, where the drafter has a `depth`
 
     @property
     def position(self) -> int:
@@ -59,7 +60,14 @@ class Turn:
 
 
 class Drafter(ABC):
-    """Proposes tokens that the target then verifies in one pass."""
+    """Proposes tokens that the target then verifies in one pass.
+
+    Attributes:
+        depth: number of the first layers behind which it wants the hidden states of all verified tokens kept; None
+            keeps nothing.
+    """
+
+    depth: int | None = None
 
     def start(self, context: Context) -> None:
         """A new prompt begins; forget the one before."""

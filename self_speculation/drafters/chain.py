@@ -22,6 +22,7 @@ class ChainDrafter(Drafter):
 
     def __init__(self, parts: Sequence[Drafter]):
         self.parts = list(parts)
+        self.depth = next((part.depth for part in parts if part.depth is not None), None)
         self.chosen: Drafter | None = None
 
     def start(self, context: Context) -> None:

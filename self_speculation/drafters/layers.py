@@ -30,6 +30,10 @@ class LayersDrafter(Drafter):
         """Hidden states [1, 1, H], before the final norm, of `token` at `position`."""
         return context.model.run(context.model.ids([token]), context.cache, position, **self.part())
 
+    def logits(self, context: Context, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, vocabulary] logits from what `run` returned."""
+        return context.model.head(hidden)
+
     def keep(self, states: list[torch.Tensor]) -> ExitStates | None:
         """What verification can go on from."""
         return None
@@ -39,7 +43,7 @@ class LayersDrafter(Drafter):
             self.draft_exit.start()
 
     def propose(self, context: Context, limit: int) -> Draft:
-        model, position = context.model, context.position
+        position = context.position
         tokens: list[int] = []
         probs: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
@@ -47,7 +51,7 @@ class LayersDrafter(Drafter):
         self.limit = limit
         while len(tokens) < limit:
             hidden = self.run(context, last, position + len(tokens))
-            logits = model.head(hidden)
+            logits = self.logits(context, hidden)
             last, distribution = context.sampler.draw(logits, [*context.tokens, *tokens])
             tokens.append(last)
             states.append(hidden)

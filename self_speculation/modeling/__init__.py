@@ -1,9 +1,13 @@
 """The only place that knows the insides of transformers models."""
 
+from .adapter import KINDS, Adapter, AdapterShape, DraftHead
 from .backbone import Backbone, Unsupported
 from .batch import Batch, why_not
 from .cache import KVCache
-from .model import ExitStates, SelfSpeculativeModel
+from .model import ExitStates, KeptStates, SelfSpeculativeModel
 from .skip import SkipSet
 
-__all__ = ["Backbone", "Batch", "ExitStates", "KVCache", "SelfSpeculativeModel", "SkipSet", "Unsupported", "why_not"]
+__all__ = [
+    "KINDS", "Adapter", "AdapterShape", "Backbone", "Batch", "DraftHead", "ExitStates", "KVCache", "KeptStates",
+    "SelfSpeculativeModel", "SkipSet", "Unsupported", "why_not",
+]  # fmt: skip

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .backbone import Backbone, layer_windows, length_dependent_rope
 from .cache import KVCache, PositionedLayer
-from .model import ExitStates, SelfSpeculativeModel
+from .model import ExitStates, KeptStates, SelfSpeculativeModel
 from .skip import SkipSet
 
 ATTENTION = ("sdpa", "eager")  # attention functions that take a mask of any shape
@@ -206,28 +206,52 @@ class Batch:
         return self.model.head(flat if len(real) == flat.shape[1] else flat[:, real])
 
     def verify(
-        self, blocks: Sequence[Sequence[int]], positions: Sequence[int], kept: Sequence[ExitStates | None] = ()
+        self,
+        blocks: Sequence[Sequence[int]],
+        positions: Sequence[int],
+        kept: Sequence[ExitStates | None] = (),
+        states: Sequence[KeptStates | None] = (),
     ) -> torch.Tensor:
         """The target's logits [sum of lengths, vocabulary] for each row's block, one row after the other.
 
-        Early layers are run only on tokens that `kept` (one a row) has no hidden states of.
+        Early layers are run only on tokens that `kept` (one a row) has no hidden states of. Into `states` (one a row,
+        of one depth) go the states that are to be kept.
         """
         lengths = [len(block) for block in blocks]
         exit_layer = next((states.exit_layer for states in kept if states is not None), None)
         if exit_layer is None:
-            return self.head(self.run(blocks, positions), lengths)
-        done = [0 if states is None else states.hidden.shape[1] for states in kept]
+            return self.head(self._run_keeping(blocks, positions, states), lengths)
+        done = [0 if known is None else known.hidden.shape[1] for known in kept]
         rest = self.run(
             [block[d:] for block, d in zip(blocks, done, strict=True)],
             [position + d for position, d in zip(positions, done, strict=True)],
             stop=exit_layer,
         )
         hidden = rest.new_zeros(len(blocks), max(lengths), rest.shape[2])
-        for row, states in enumerate(kept):
-            if states is not None:
-                hidden[row, : done[row]] = states.hidden[0]
+        for row, known in enumerate(kept):
+            if known is not None:
+                hidden[row, : done[row]] = known.hidden[0]
             hidden[row, done[row] : lengths[row]] = rest[row, : lengths[row] - done[row]]
-        return self.head(self.run(blocks, positions, start=exit_layer, hidden=hidden), lengths)
+        return self.head(self._run_keeping(blocks, positions, states, exit_layer, hidden), lengths)
+
+    def _run_keeping(
+        self,
+        blocks: Sequence[Sequence[int]],
+        positions: Sequence[int],
+        states: Sequence[KeptStates | None],
+        start: int = 0,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `SelfSpeculativeModel.run_keeping`, for every row."""
+        depth = next((row.depth for row in states if row is not None), None)
+        if depth is None:
+            return self.run(blocks, positions, start, hidden=hidden)
+        if hidden is None or start < depth:
+            hidden, start = self.run(blocks, positions, start, depth, hidden), depth
+        for row, place, block, out in zip(states, positions, blocks, hidden, strict=True):
+            if row is not None and start == depth:
+                row.write(place, out[None, : len(block)])
+        return self.run(blocks, positions, start, hidden=hidden) if start < self.model.num_layers else hidden
 
     def _run_direct(
         self, ids: torch.Tensor, places: torch.Tensor, start: int, layers: list[nn.Module], hidden: torch.Tensor | None

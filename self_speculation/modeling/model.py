@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import UsageError
+from .adapter import Adapter, DraftHead
 from .backbone import Backbone, Unsupported
 from .cache import KVCache
 from .compiled import Compiled
@@ -26,6 +27,32 @@ class ExitStates:
     hidden: torch.Tensor
 
 
+class KeptStates:
+    """Hidden states leaving layer `depth - 1` of all verified positions, which an adapter goes on from.
+
+    Like the key/value cache it is written at positions: what a rejected draft left is overwritten by the next pass.
+    """
+
+    def __init__(self, depth: int, capacity: int):
+        self.depth, self.capacity = depth, capacity
+        self.states: torch.Tensor | None = None
+
+    def write(self, position: int, hidden: torch.Tensor) -> None:
+        """Keep [1, n, H] for positions `position`, `position + 1`, ..."""
+        end = position + hidden.shape[1]
+        if self.states is None or end > self.states.shape[1]:
+            grown = hidden.new_empty((1, max(self.capacity, end), hidden.shape[2]))
+            if self.states is not None:
+                grown[:, : self.states.shape[1]] = self.states
+            self.states = grown
+        self.states[:, position:end] = hidden
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """[1, end - start, H]"""
+        assert self.states is not None
+        return self.states[:, start:end]
+
+
 class SelfSpeculativeModel:
     """A loaded causal language model split at its layers.
 
@@ -35,6 +62,7 @@ class SelfSpeculativeModel:
 
     def __init__(self, model: PreTrainedModel):
         self.hf_model = model.eval()
+        self._draft_head: DraftHead | None = None
         self._skipping: tuple[SkipSet, list[torch.nn.Module]] | None = None
         with torch.inference_mode():
             self.backbone = Backbone(self.hf_model)
@@ -121,14 +149,45 @@ class SelfSpeculativeModel:
         """Final norm and LM head: [1, n, H] -> logits [n, vocabulary]."""
         return self.backbone.head(hidden)[0].to(self.device)
 
+    def run_keeping(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache,
+        position: int,
+        states: KeptStates | None,
+        start: int = 0,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the layers from `start` on to the last, writing the states that are to be kept into `states`."""
+        if states is None:
+            return self.run(input_ids, cache, position, start=start, hidden=hidden)
+        if hidden is None or start < states.depth:
+            hidden = self.run(input_ids, cache, position, start, states.depth, hidden)
+            start = states.depth
+        if start == states.depth:
+            states.write(position, hidden)
+        return self.run(input_ids, cache, position, start, hidden=hidden) if start < self.num_layers else hidden
+
     def prefill(
-        self, input_ids: torch.Tensor, cache: KVCache, stop: int | None = None, skip: SkipSet | None = None
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache,
+        stop: int | None = None,
+        skip: SkipSet | None = None,
+        states: KeptStates | None = None,
     ) -> torch.Tensor:
         """Run the prompt [1, n] into the empty cache; logits [1, vocabulary] of the token after it."""
+        if states is not None:
+            return self.head(self.run_keeping(input_ids, cache, 0, states)[:, -1:])
         return self.head(self.run(input_ids, cache, 0, stop=stop, skip=skip)[:, -1:])
 
     def verify(
-        self, input_ids: torch.Tensor, cache: KVCache, position: int, kept: ExitStates | None = None
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache,
+        position: int,
+        kept: ExitStates | None = None,
+        states: KeptStates | None = None,
     ) -> torch.Tensor:
         """The target's logits [n, vocabulary] for a block [1, n] at `position`.
 
@@ -136,12 +195,24 @@ class SelfSpeculativeModel:
         as the last draft, which nothing was drafted from: those pass the early layers here.
         """
         if kept is None:
-            return self.head(self.run(input_ids, cache, position))
+            return self.head(self.run_keeping(input_ids, cache, position, states))
         hidden, done = kept.hidden, kept.hidden.shape[1]
         if done < input_ids.shape[1]:
             rest = self.run(input_ids[:, done:], cache, position + done, stop=kept.exit_layer)
             hidden = torch.cat([hidden, rest], dim=1)
-        return self.head(self.run(input_ids, cache, position, start=kept.exit_layer, hidden=hidden))
+        return self.head(self.run_keeping(input_ids, cache, position, states, kept.exit_layer, hidden))
+
+    def run_adapter(
+        self, adapter: Adapter, tokens: torch.Tensor, cache: KVCache, position: int, states: torch.Tensor
+    ) -> torch.Tensor:
+        """`Adapter.forward` over the adapter's own `cache`."""
+        return adapter(self.backbone, tokens, cache, position, states)
+
+    def draft_head(self, token_ids: torch.Tensor | None) -> DraftHead:
+        """Final norm and head over the tokens in `token_ids`, None for all; the last one asked for is remembered."""
+        if self._draft_head is None or self._draft_head.token_ids is not token_ids:
+            self._draft_head = DraftHead(self.backbone, token_ids)
+        return self._draft_head
 
     def _check_split(self) -> None:
         """Compare early layers + the rest with the model's own forward on a few tokens."""

@@ -49,7 +49,7 @@ class SkipSet:
 
     def apply(self, layers: Sequence[nn.Module]) -> list[nn.Module]:
         """The same layers, with views that share their parameters where something is left out."""
-        return [_without(layer, i in self.attn, i in self.mlp) for i, layer in enumerate(layers)]
+        return [without(layer, i in self.attn, i in self.mlp) for i, layer in enumerate(layers)]
 
 
 class PassBy(nn.Module):
@@ -73,7 +73,8 @@ class NoMLP(nn.Module):
         return torch.zeros_like(hidden_states)
 
 
-def _without(layer: nn.Module, attn: bool, mlp: bool) -> nn.Module:
+def without(layer: nn.Module, attn: bool, mlp: bool) -> nn.Module:
+    """The layer without its attention, its MLP, or both; what is left are the same parameters."""
     if attn and mlp:
         return PassBy()
     if not (attn or mlp):

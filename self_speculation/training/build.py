@@ -32,7 +32,7 @@ def build_model(
         hf_model, tokenizer = from_scratch(Path(train.config), train.tokenizer, data)
         hf_model.to(choose_device(model.device))
     else:
-        loaded = load(ModelConfig(**{**vars(model), "dtype": "float32"}))
+        loaded = load(ModelConfig(**{**vars(model), "dtype": "float32", "compile": False}))
         hf_model, tokenizer = loaded.model.hf_model, loaded.tokenizer
     if train.lora_rank:
         hf_model = with_lora(hf_model, train.lora_rank, train.lora_alpha)
@@ -98,7 +98,7 @@ def build_optimizers(model: torch.nn.Module, train: TrainConfig) -> list[torch.o
     vectors: list[Any] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            inside = parameter.ndim == 2 and ".layers." in name
+            inside = parameter.ndim == 2 and (".layers." in name or name.startswith("adapter."))
             (matrices if inside else others if parameter.ndim >= 2 else vectors).append(parameter)
     if train.optimizer == "adamw":
         others, matrices = matrices + others, []

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ..config import UsageError, flag, parse_ids, require, require_choice
 
-RECIPES = ("layerskip", "evaluate_exits")
+RECIPES = ("layerskip", "evaluate_exits", "adapter")
+ADAPTER_KINDS = ("attention", "mlp", "layer", "feature")
 CURRICULA = ("rotational", "gradual", "random", "draft", "all", "none")
 LOSS_SCALES = ("paper", "uniform", "balanced", "draft")
 DROPOUT_SCHEDULES = ("auto", "constant", "exponential")
@@ -39,7 +40,10 @@ class DataConfig:
 class TrainConfig:
     """How the model is trained: the LayerSkip recipe (arXiv 2404.16710, section 4) and its optimiser."""
 
-    recipe: str = flag("layerskip", "layerskip trains; evaluate_exits measures every layer of --model as an exit")
+    recipe: str = flag(
+        "layerskip", "layerskip trains; evaluate_exits measures every layer of --model as an exit; adapter "
+        "trains an exit adapter and leaves the model as it is"
+    )  # fmt: skip
     config: str | None = flag(
         None, "config.json of a model to train from scratch, or its folder; a tokenizer that is not there is trained"
     )
@@ -78,7 +82,6 @@ class TrainConfig:
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm; 0 is off")
     lora_rank: int = flag(0, "train LoRA matrices of this rank in place of the weights (peft); 0 trains the weights")
     lora_alpha: float = flag(16.0, "LoRA's alpha")
-    compile: bool = flag(False, "compile the layers and the loss with torch.compile: slow to start, then faster")
 
     log_every: int = flag(10, "steps a row of the training loss covers")
     eval_every: int = flag(0, "steps between evaluations on held-out text; 0 evaluates at the end only")
@@ -106,6 +109,10 @@ class TrainConfig:
             raise UsageError("--config: evaluate_exits measures a trained model; give --model")
         if not self.exits_for_drafting() and self.exit_curriculum == "draft":
             raise UsageError("--exit_curriculum draft: name the exits with --draft_exits")
+        if self.recipe == "adapter":
+            for name in ("config", "lora_rank", "save_model"):
+                value = getattr(self, name)
+                require(not value, name, value, "the recipe adapter leaves the model as it is")
 
     def exits_for_drafting(self) -> tuple[int, ...]:
         """`--draft_exits` as numbers, empty when not given."""
@@ -114,3 +121,39 @@ class TrainConfig:
     def exponential_dropout(self) -> bool:
         """Whether S(t) grows over the training."""
         return self.dropout_schedule == "exponential" or (self.dropout_schedule == "auto" and self.config is not None)
+
+
+@dataclass(frozen=True)
+class AdapterTrainConfig:
+    """The recipe `adapter`: what is trained beside the frozen model, and the text the model itself writes for it."""
+
+    adapter_kind: str = flag(
+        "feature", "attention, mlp or layer behind an early exit, or feature: a layer that goes on from the last states"
+    )
+    adapter_exit: int = flag(-1, "layers that run before the adapter; -1 is an eighth of them")
+    adapter_from: int = flag(-1, "the layer, from 0, whose weights the adapter starts from; -1 is the last")
+    draft_vocabulary: int = flag(0, "most frequent tokens that the draft's head knows; 0 is all")
+    save_adapter: str | None = flag(None, "folder of the adapter", unset="<output_dir>/train_<timestamp>/adapter")
+    scored_positions: float = flag(0.33, "share of the positions whose distributions are compared")
+    regression: float = flag(0.2, "weight of the smooth L1 distance between the adapter's states and the model's")
+    drifted: float = flag(0.3, "for feature, share of the inputs that are the adapter's own states")
+    own_text: int = flag(
+        0, "train on so many tokens that the model itself writes after beginnings from --data, kept in the cache; 0 "
+        "trains on --data"
+    )  # fmt: skip
+    own_chat: float = flag(0.0, "share of them that is chat, in which the model writes the questions as well")
+    own_temperature: float = flag(0.6, "temperature of every other text; the rest is greedy")
+    own_batch: int = flag(64, "texts written at once")
+    prompt_tokens: int = flag(64, "tokens of --data that a text of the model's own goes on from")
+
+    def __post_init__(self) -> None:
+        require_choice("adapter_kind", self.adapter_kind, ADAPTER_KINDS)
+        for name in ("own_text", "draft_vocabulary", "regression"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        for name in ("own_chat", "drifted"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must be between 0 and 1")
+        require(0 < self.scored_positions <= 1, "scored_positions", self.scored_positions,
+                "must be above 0 and at most 1")  # fmt: skip
+        require(self.own_temperature > 0, "own_temperature", self.own_temperature, "must be above 0")
+        for name in ("own_batch", "prompt_tokens"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")

@@ -51,11 +51,15 @@ class Shuffled:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, n: int) -> torch.Tensor:
+        return self.file.sequence(self.number(n))
+
+    def number(self, n: int) -> int:
+        """Which sequence of the file comes as the n-th."""
         epoch, place = divmod(n, len(self.file))
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
             self._epoch, self._order = epoch, generator.permutation(len(self.file))
-        return self.file.sequence(int(self._order[place]))
+        return int(self._order[place])
 
 
 def documents(config: DataConfig) -> Iterator[Document]:
@@ -80,7 +84,7 @@ def is_held_out(document: Document, share: float) -> bool:
 
 def token_files(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenFile, TokenFile]:
     """(training, held-out) tokens of `--data`, from the cache where they have been made before."""
-    folder = cache_folder() / "tokens" / _fingerprint(config, tokenizer)
+    folder = cache_folder() / "tokens" / data_fingerprint(config, tokenizer)
     distributed.on_main(lambda: _make_once(folder, config, tokenizer))
     train, held_out = (
         TokenFile(np.load(folder / f"{name}.npy", mmap_mode="r"), config.sequence_length)
@@ -134,7 +138,7 @@ def _encode_all(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     return train[: config.max_tokens or None], held_out_tokens
 
 
-def _fingerprint(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def data_fingerprint(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Names the tokens by what they depend on."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))

@@ -39,7 +39,7 @@ def layerskip(train: TrainConfig, data: DataConfig, model: ModelConfig, run: Run
         autocast = autocast_for(model, hf_model)
         if hf_model.dtype == torch.float32:
             use_blockwise_attention(hf_model)
-        exits = ExitModel(hf_model, train.compile)
+        exits = ExitModel(hf_model, model.compile)
         check_exits(train, len(exits.layers))
         training, held_out = token_files(data, tokenizer)
         names = {"model": model.model or train.config, "data": data.data}

@@ -17,24 +17,27 @@ from .. import distributed
 from . import schedules
 from .checkpoint import load_checkpoint, save_checkpoint, trained
 from .config import TrainConfig
-from .data import Shuffled, TokenFile
+from .data import Shuffled
 from .evaluation import evaluate_exits
-from .exit_model import ExitModel
 
 TIMED_STEPS = 4, 12  # the steps whose median time --max_minutes is divided by; the ones before compile and warm up
 Row = dict[str, Any]
 
 
 class Trainer:
-    """Trains `model` on `data` by the recipe. `write(row)` is given the losses as they come."""
+    """Trains `model` (an `ExitModel`) on `data` by the recipe. `write(row)` is given the losses as they come.
+
+    `data` and `held_out` are `TokenFile`s, or, in a recipe of its own kind, what has a length and a number
+    of sequences.
+    """
 
     def __init__(
         self,
         config: TrainConfig,
-        model: ExitModel,
+        model: Any,
         optimizers: Sequence[torch.optim.Optimizer],
-        data: TokenFile,
-        held_out: TokenFile,
+        data: Any,
+        held_out: Any,
         folder: Path,
         seed: int,
         autocast: Callable[[], Any],
@@ -145,7 +148,7 @@ class Trainer:
             self.write_row(step, "train", row)
             bar.set_postfix(loss=f"{row['loss']:.3f}", tok_s=f"{row['tokens_per_second']:.0f}")
         if config.eval_every and step % config.eval_every == 0 and step < self.steps:
-            self.write_row(step, "held_out", held_out_row(self.evaluate()))
+            self.write_row(step, "held_out", self.held_out_row())
         stop = self._anyone_stopping()
         if stop or (config.save_every and (step % config.save_every == 0 or step == self.steps)):
             if distributed.is_main():
@@ -160,6 +163,10 @@ class Trainer:
         return evaluate_exits(
             self.model, self.held_out, self.config.eval_sequences, self.config.batch_size, self.autocast
         )
+
+    def held_out_row(self) -> Row:
+        """An evaluation as one row of the losses table."""
+        return held_out_row(self.evaluate())
 
     def write_row(self, step: int, split: str, row: Row) -> None:
         """A row of the losses table, after `step` steps."""
