@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from self_speculation.decoding import Decoded
     from self_speculation.generation import Generator
     from self_speculation.records import RunLog
+    from self_speculation.trace_page import TracePage
 
 Prompt = str | list[dict[str, str]]  # plain text, or chat messages
 
@@ -41,6 +42,9 @@ class PromptConfig:
     )
     chat: bool = flag(False, "put prompts into the tokenizer's chat template")
     streamer: str = flag("standard", "none, standard or speculative (shows drafts accepted, rejected, corrected)")
+    trace: str | None = flag(
+        None, "write a page to this .html file: each token of each answer, what became of it, and the rounds' times"
+    )
     compare_autoregressive: bool = flag(
         False, "answer each prompt autoregressively first, then report the speed-up and whether the texts are equal"
     )
@@ -62,7 +66,9 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
     from self_speculation.generation import Generator
     from self_speculation.loading import load
     from self_speculation.records import SAMPLE_COLUMNS, RunLog
+    from self_speculation.trace_page import TracePage
 
+    page = TracePage(prompts.trace) if prompts.trace is not None else None
     loaded = load(model)
     generator = Generator(loaded, generation, seed=run.seed, notify=cli.note)
     generators = [generator]
@@ -73,7 +79,7 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
     try:
         for number, prompt in enumerate(given if given is not None else ask(prompts.chat)):
             ids = loaded.encode_chat(prompt) if isinstance(prompt, list) else loaded.encode(prompt)
-            answers = [answer(each, ids, number, prompts.streamer, log) for each in generators]
+            answers = [answer(each, ids, number, prompts.streamer, log, page) for each in generators]
             if len(answers) == 2:
                 compare(*answers)
             if isinstance(prompt, list):
@@ -82,7 +88,7 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
                 return 130
     finally:
         log.finish()
-        cli.note(f"rows in {log.path}")
+        cli.note(f"rows in {log.path}" + (f", trace in {page.path}" if page and page.sections else ""))
     return 0
 
 
@@ -141,13 +147,19 @@ def ask(chat: bool) -> Iterator[Prompt]:
             return
 
 
-def answer(generator: Generator, ids: list[int], number: int, streamer: str, log: RunLog) -> Decoded:
-    """Generate one answer, show it and its figures, and write its row."""
+def answer(
+    generator: Generator, ids: list[int], number: int, streamer: str, log: RunLog, page: TracePage | None = None
+) -> Decoded:
+    """Generate one answer, show it and its figures, and write its row and its part of the page."""
     from self_speculation.streaming import make_streamer
 
     if streamer == "speculative" and generator.config.generation_strategy == "autoregressive":
         streamer = "standard"
-    decoded = generator(ids, sample_id=number, observer=make_streamer(streamer))
+    observer = make_streamer(streamer)
+    if page is None:
+        decoded = generator(ids, sample_id=number, observer=observer)
+    else:
+        decoded = page.trace(generator, ids, number, observer)
     if streamer == "none":
         print(decoded.text, flush=True)
     stats = decoded.stats

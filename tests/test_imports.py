@@ -14,9 +14,9 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"watch"},
     {"distributed", "modeling", "loading", "adapters"},
     {"drafters", "sampling", "stopping", "stats"},
-    {"batching", "decoding", "datasets", "metrics", "streaming"},
+    {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},
     {"cli", "records", "responses", "scores", "costs", "prediction", "grid", "task_settings", "training"},
-    {"auto", "generation", "peers", "strategies"},
+    {"auto", "generation", "peers", "strategies", "trace_page"},
     {"benchmarking", "correctness", "evaluating", "harness", "search", "sweeping"},
 ]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
