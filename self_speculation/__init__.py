@@ -12,11 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["GenerationConfig", "Generator", "ModelConfig", "generate", "generate_each", "load"]
+__all__ = ["GenerationConfig", "Generator", "ModelConfig", "custom_generate", "generate", "generate_each", "load"]
 
 if TYPE_CHECKING:
     from .config import GenerationConfig, ModelConfig
     from .generation import Generator, generate, generate_each
+    from .hf_generate import custom_generate
     from .loading import load
 
 
@@ -25,7 +26,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     homes = {"GenerationConfig": "config", "ModelConfig": "config", "Generator": "generation", "generate": "generation",
-             "generate_each": "generation", "load": "loading"}  # fmt: skip
+             "generate_each": "generation", "load": "loading", "custom_generate": "hf_generate"}  # fmt: skip
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{homes[name]}", __name__), name)

@@ -16,7 +16,7 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"drafters", "sampling", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},
     {"cli", "records", "responses", "scores", "costs", "prediction", "grid", "task_settings", "training"},
-    {"auto", "generation", "peers", "strategies", "trace_page"},
+    {"auto", "generation", "hf_generate", "peers", "strategies", "trace_page"},
     {"benchmarking", "correctness", "evaluating", "harness", "search", "sweeping"},
 ]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
