@@ -61,12 +61,13 @@ class TracePage:
 
 def strategy(generator: Generator) -> str:
     """How it decodes, in a few words."""
-    row = generator.columns()
-    words = [row["generation_strategy"]]
-    words += [str(row["drafter"])] if row["drafter"] else []
-    words += [f"exit layer {row['exit_layer']}"] if row["exit_layer"] else []
-    words += [f"up to {row['num_speculations']} drafts a round"] if row["num_speculations"] else []
-    return ", ".join([*words, f"temperature {row['temperature']}" if row["sample"] else "greedy", row["dtype"]])
+    config = generator.config
+    words = [config.generation_strategy]
+    words += [config.drafter] if config.drafter else []
+    words += [f"exit layer {config.exit_layer}"] if config.exit_layer > 0 else []
+    words += [f"up to {config.num_speculations} drafts a round"] if config.num_speculations > 0 else []
+    words.append("greedy" if config.greedy else f"temperature {config.temperature}")
+    return ", ".join([*words, str(generator.loaded.model.dtype).removeprefix("torch.")])
 
 
 def page(sections: Sequence[str]) -> str:
