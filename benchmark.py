@@ -57,7 +57,7 @@ def main(
         summary = summarize(rows, [strategy.name for strategy in strategies])
         log.append_run(*summary)
         print(table(summary), flush=True)
-        for strategy, pool in zip(strategies, summary, strict=True):
+        for strategy, pool in zip(strategies, summary, strict=True) if not model.tp else ():
             for line in explain(loaded, strategy, samples[0], pool):
                 print(line, flush=True)
         if loaded.model.compile_seconds:

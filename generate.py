@@ -59,10 +59,11 @@ class PromptConfig:
 
 def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig, run: RunConfig) -> int:
     """Generate text with one model that drafts with part of itself and verifies with the whole."""
-    distributed.keep_only_main()
+    if not model.tp:
+        distributed.keep_only_main()
     require(generation.batch_size == 1, "batch_size", generation.batch_size,
             "generate.py answers one prompt at a time; benchmark.py, eval.py and sweep.py decode batches")  # fmt: skip
-    given = read_prompts(prompts)  # a missing file is reported before the model is loaded
+    given = read_prompts(prompts) if distributed.is_main() else []  # a missing file is reported before loading
     from self_speculation.generation import Generator
     from self_speculation.loading import load
     from self_speculation.records import SAMPLE_COLUMNS, RunLog
@@ -77,10 +78,11 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
         generators.insert(0, Generator(loaded, plain, seed=run.seed))
     log = RunLog("generate", run.output_dir, SAMPLE_COLUMNS, as_dict(model, generation, prompts, run), key=KEY)
     try:
-        for number, prompt in enumerate(given if given is not None else ask(prompts.chat)):
+        asked = given if given is not None else ask(prompts.chat)
+        for number, prompt in enumerate(distributed.from_main(asked)):
             ids = loaded.encode_chat(prompt) if isinstance(prompt, list) else loaded.encode(prompt)
             answers = [answer(each, ids, number, prompts.streamer, log, page) for each in generators]
-            if len(answers) == 2:
+            if len(answers) == 2 and distributed.is_main():
                 compare(*answers)
             if isinstance(prompt, list):
                 prompt.append({"role": "assistant", "content": answers[-1].text})
@@ -153,6 +155,8 @@ def answer(
     """Generate one answer, show it and its figures, and write its row and its part of the page."""
     from self_speculation.streaming import make_streamer
 
+    if distributed.follows():
+        streamer = "none"
     if streamer == "speculative" and generator.config.generation_strategy == "autoregressive":
         streamer = "standard"
     observer = make_streamer(streamer)
@@ -160,7 +164,7 @@ def answer(
         decoded = generator(ids, sample_id=number, observer=observer)
     else:
         decoded = page.trace(generator, ids, number, observer)
-    if streamer == "none":
+    if streamer == "none" and distributed.is_main():
         print(decoded.text, flush=True)
     stats = decoded.stats
     row = {"sample_id": number, **generator.columns(), **stats.row(), "stop_reason": decoded.stop_reason}
@@ -179,7 +183,8 @@ def answer(
         figures.append(f"acceptance {stats.acceptance_rate:.1%} ({stats.accepted}/{stats.drafted})")
     if stats.drafted and stats.tokens_per_round is not None:
         figures.append(f"{stats.tokens_per_round:.2f} tokens/round")
-    print(f"[{', '.join(figures)}; ended by {decoded.stop_reason}]", file=sys.stderr, flush=True)
+    if distributed.is_main():
+        print(f"[{', '.join(figures)}; ended by {decoded.stop_reason}]", file=sys.stderr, flush=True)
     return decoded
 
 

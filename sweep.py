@@ -19,6 +19,8 @@ def main(
     from self_speculation.records import SAMPLE_COLUMNS, RunLog
 
     base = s.base_config(generation)
+    if sweep.predict and model.tp:
+        raise UsageError("--predict True: what predicts measures one process; leave it out with --tp True")
     if sweep.predict and (base.draft_exit_threshold is not None or base.adaptive_draft_exit):
         raise UsageError("--predict True: drafts of a fixed length are predicted; leave out the draft exit rule")
     examples = read_examples(data, run.seed, cli.note)

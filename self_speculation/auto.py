@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from . import distributed
-from .config import GenerationConfig
+from .config import GenerationConfig, UsageError
 from .costs import measure_costs, spread
 from .decoding import decode
 from .drafters.chain import NoDrafter
@@ -61,6 +61,8 @@ def choose_cell(loaded: Loaded, config: GenerationConfig, notify: Callable[[str]
 
     Every process must come here; the first decides. What `config` fixes (either number) stays fixed.
     """
+    if distributed.one_model():
+        raise UsageError("--tp True: give --exit_layer and --num_speculations; choosing them measures one process")
     distributed.join()
     cells = distributed.on_main(lambda: _kept(loaded, config))
     best = max(cells, key=lambda cell: cell.speedup)

@@ -104,6 +104,8 @@ def measure(
                     row = sample_row(strategy, sample, decoded, dataset)
                     if reference is not None and strategy.generator.config.greedy:
                         row |= compare(loaded, sample.ids, reference.tokens, decoded.tokens)
+                    if distributed.follows():
+                        continue
                     row |= score(decoded.text, sample.example)
                     log.write(row, prediction=decoded.text, reference=sample.example.reference, tokens=decoded.tokens)
                 progress.add(len(turn))
@@ -122,13 +124,13 @@ def _units(todo: Turns, strategies: Sequence[Strategy], identity: bool) -> Itera
         yield distributed.pull(todo)
         return
     if batch > 1:
-        fair = -(-len(todo) // (2 * distributed.world_size()))
+        fair = -(-len(todo) // (2 * distributed.workers()))
         size = max(batch, min(fair, BATCHES * batch))
         yield from distributed.pull([todo[first : first + size] for first in range(0, len(todo), size)])
         return
     pieces = 1
-    if not identity and distributed.world_size() > 1:  # a sample's strategies may be shared out too
-        pieces = min(len(strategies), -(-UNITS * distributed.world_size() // max(1, len(todo))))
+    if not identity and distributed.workers() > 1:  # a sample's strategies may be shared out too
+        pieces = min(len(strategies), -(-UNITS * distributed.workers() // max(1, len(todo))))
     parts = [[(sample, turn[piece::pieces])] for sample, turn in todo for piece in range(pieces)]
     yield from distributed.pull([part for part in parts if part[0][1]])
 
@@ -272,12 +274,14 @@ def _columns(columns: dict[str, tuple[list[Any], str]]) -> str:
 
 
 def explain(loaded: Loaded, strategy: Strategy, sample: Sample, pool: Row) -> list[str]:
-    """What an early-exit strategy's rounds cost and what acceptance would pay for them; [] for other strategies.
+    """What an early-exit strategy's rounds cost and what acceptance would pay for them; [] for others and batches.
 
     The costs are measured on the spot, on the sample's prompt.
     """
     generator, rate = strategy.generator, pool.get("acceptance_rate")
     if not isinstance(generator, Generator) or generator.config.drafter != "early_exit" or rate is None:
+        return []
+    if generator.config.batch_size > 1:
         return []
     exit_layer, length = generator.config.exit_layer, generator.config.num_speculations
     costs = round_costs(loaded, generator.config, sample.ids, [exit_layer], [length])

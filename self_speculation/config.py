@@ -15,6 +15,7 @@ STRATEGIES = ("autoregressive", "self_speculative")
 DRAFTERS = ("early_exit", "skip_layer", "prompt_lookup", "adapter")
 DRAFT_EXIT_RULES = ("paper", "blog")
 STREAMERS = ("none", "standard", "speculative")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -75,14 +76,36 @@ class ModelConfig:
         False, "compile draft steps and verification with torch.compile when they are first needed; in "
         "training, the layers and the loss"
     )  # fmt: skip
+    device_map: str | None = flag(
+        None,
+        "spread the layers over all GPUs, then memory, then disk: auto, balanced, balanced_low_0, sequential, or JSON "
+        'from module names to devices, such as {"": 0, "model.layers.20": "cpu", "model.layers.21": "disk"}',
+    )
+    offload_folder: str | None = flag(None, "where --device_map puts layers that go to disk")
+    tp: bool = flag(False, "tensor parallel: the processes of torchrun hold one model together, each a part of a layer")
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
         self.parsed_model_args()
+        self.parsed_device_map()
+        require(self.offload_folder is None or self.device_map is not None, "offload_folder", self.offload_folder,
+                "goes with --device_map")  # fmt: skip
+        require(self.device_map is None or self.device == "auto", "device", self.device,
+                "--device_map says where the model goes")  # fmt: skip
+        require(not (self.tp and self.device_map), "tp", self.tp, "give either --tp or --device_map")
+        require(not (self.compile and (self.tp or self.device_map)), "compile", self.compile,
+                "models that --tp or --device_map spread are not compiled")  # fmt: skip
 
     def parsed_model_args(self) -> dict[str, Any]:
         """`--model_args` as a dictionary."""
         return parse_key_values("model_args", self.model_args)
+
+    def parsed_device_map(self) -> str | dict[str, Any] | None:
+        """`--device_map` as accelerate takes it."""
+        if self.device_map is None or not self.device_map.lstrip().startswith("{"):
+            require_choice("device_map", self.device_map or DEVICE_MAPS[0], DEVICE_MAPS)
+            return self.device_map
+        return parse_key_values("device_map", self.device_map)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 _watch: Watch | None = None
 _store: Any = None  # what processes can count in together, once they have joined
+_one_model = False  # all processes hold one model together
 _counters = 0  # made so far; processes make the same ones in the same order
 
 
@@ -36,6 +38,11 @@ def local_rank() -> int:
 def world_size() -> int:
     """How many processes take part, 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_size() -> int:
+    """How many processes run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def is_main() -> bool:
@@ -56,7 +63,7 @@ def join(timeout_minutes: float = 60) -> None:
     if not dist.is_initialized():
         global _store, _watch
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        own_gpu = gpus >= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        own_gpu = gpus >= local_size()
         if own_gpu:
             torch.cuda.set_device(local_rank())
         backend = "nccl" if own_gpu else "gloo"
@@ -65,7 +72,7 @@ def join(timeout_minutes: float = 60) -> None:
         dist.init_process_group(backend, store=_store, rank=number, world_size=count, timeout=limit)
         if not torch.cuda.is_available() and not _threads_were_chosen():
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+            torch.set_num_threads(max(1, cores // local_size()))
         with contextlib.suppress(OSError):  # without it the launcher and the next collective operation notice a death
             _watch = Watch(_store, number, count, os.environ["MASTER_ADDR"])
 
@@ -108,6 +115,27 @@ def leave(error: str | None = None) -> None:
         dist.destroy_process_group()
 
 
+def hold_one_model() -> None:
+    """From now on the processes hold one model together: each does all the work, and the first alone writes."""
+    global _one_model
+    join()
+    _one_model = world_size() > 1
+
+
+def one_model() -> bool:
+    return _one_model
+
+
+def workers() -> int:
+    """How many processes share the work out."""
+    return 1 if _one_model else world_size()
+
+
+def follows() -> bool:
+    """Whether this process only helps to run the model of the first one."""
+    return _one_model and not is_main()
+
+
 def barrier() -> None:
     """Wait until every process has come here."""
     if world_size() > 1:
@@ -127,6 +155,13 @@ def broadcast(value: T, source: int = 0) -> T:
     return box[0]
 
 
+def from_main(items: Iterable[T]) -> Iterator[T]:
+    """The items of the main process, one by one as it comes to them, in every process."""
+    items = iter(items)
+    while box := broadcast(list(islice(items, 1)) if is_main() else []):
+        yield box[0]
+
+
 def gather(value: T) -> list[T]:
     """The values of all processes, by rank, in the main process; [] in the others."""
     if world_size() == 1:
@@ -140,6 +175,8 @@ def gather(value: T) -> list[T]:
 
 def share(items: Sequence[T]) -> list[T]:
     """This process's part of `items`: every `world_size`-th, from its own rank on."""
+    if _one_model:
+        return list(items)
     return list(items[rank() :: world_size()])
 
 
@@ -154,7 +191,7 @@ class Counter:
     def add(self, amount: int) -> int:
         """The number after adding."""
         self._own += amount
-        return self._own if _store is None else _store.add(self._name, amount)
+        return self._own if _store is None or _one_model else _store.add(self._name, amount)
 
 
 class Progress:

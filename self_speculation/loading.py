@@ -82,6 +82,7 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
     name = config.model or DEFAULT_MODEL
     source = locate(name)
     device = choose_device(config.device)
+    placing = _placing(config, device)
     extra = config.parsed_model_args()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
@@ -95,18 +96,38 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
             use_safetensors=True,
             output_loading_info=True,
             **({"attn_implementation": config.attn_implementation} if config.attn_implementation else {}),
+            **placing,
             **settings,
             **extra,
         )
         model, report = result
         if missing := sorted(report["missing_keys"]):
             raise RunError(f"{name}: the weights lack {missing[0]} and {len(missing) - 1} more; the file is incomplete")
-        if "device_map" not in extra:
+        if not placing and "device_map" not in extra:
             model.to(device)
+        if config.tp and not model.supports_tp_plan:
+            raise UsageError(f"--tp True: transformers has no tensor-parallel plan for {model.config.model_type}")
     split = SelfSpeculativeModel(model)
     if config.compile:
         split.compile()
     return Loaded(name, split, tokenizer)
+
+
+def _placing(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that put the model on several devices; {} for one device."""
+    if config.device_map is not None:
+        folder = {"offload_folder": config.offload_folder} if config.offload_folder else {}
+        return {"device_map": config.parsed_device_map(), **folder}
+    if not config.tp:
+        return {}
+    if distributed.world_size() == 1:
+        raise UsageError("--tp True: one process holds the whole model; start several: torchrun --nproc_per_node N ...")
+    if torch.cuda.is_available() and (device.type != "cuda" or torch.cuda.device_count() < distributed.local_size()):
+        raise UsageError("--tp True: every process needs a GPU of its own, and --device auto")
+    distributed.hold_one_model()
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=distributed.world_size())}
 
 
 def end_ids(generation_eos: int | Iterable[int] | None, tokenizer_eos: int | None) -> tuple[int, ...]:
