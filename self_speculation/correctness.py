@@ -21,7 +21,7 @@ import torch
 
 from . import distributed
 from .benchmarking import Sample, sample_row
-from .config import GenerationConfig, UsageError
+from .config import GenerationConfig, UsageError, require
 from .datasets import DataConfig
 from .decoding import Decoded
 from .generation import Generator
@@ -52,6 +52,8 @@ HALF_DISTANCE = 0.1
 
 def check_settings(config: GenerationConfig) -> None:
     """Raise `UsageError` for settings with which the output is meant to differ."""
+    require(config.batch_size == 1, "batch_size", config.batch_size,
+            "prompts are checked one at a time; `identical` of benchmark.py --compare checks batches")  # fmt: skip
     by_adapter = config.adapter or config.drafter == "adapter"
     if config.generation_strategy == AUTOREGRESSIVE and (
         config.exit_layer != -1 or any(config.skipped()) or by_adapter
