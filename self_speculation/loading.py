@@ -143,10 +143,22 @@ def fingerprint(model: torch.nn.Module) -> str:
     Weights count as bfloat16 tells them apart, so a model has one name in float64, float32 and bfloat16, on any device.
     """
     digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
+    for name, weight in whole_weights(model):
         sample = weight.detach().flatten()[:: max(1, weight.numel() // 16)][:16].to(torch.bfloat16).double().cpu()
         digest.update(f"{name}{tuple(weight.shape)}{sample.tolist()}".encode())
     return digest.hexdigest()[:20]
+
+
+def whole_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all parameters, also of those on disk (`--device_map`) or split among processes (`--tp`).
+
+    With `--tp` every process must call this.
+    """
+    for full_name, weight in model.named_parameters():
+        if weight.device.type == "meta":
+            owner, _, name = full_name.rpartition(".")
+            weight = model.get_submodule(owner)._hf_hook.weights_map[name]  # type: ignore[union-attr, operator]
+        yield full_name, weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def short_names() -> tuple[str, ...]:

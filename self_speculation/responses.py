@@ -14,6 +14,7 @@ import torch
 
 from . import distributed
 from .config import RunError
+from .loading import whole_weights
 
 
 class ResponseCache:
@@ -65,7 +66,7 @@ class ResponseCache:
 def fingerprint(model: torch.nn.Module, *settings: Any) -> str:
     """A text that differs for other weights (a few values of each parameter are looked at) and other settings."""
     digest = hashlib.sha256(json.dumps(settings, default=str, sort_keys=True).encode())
-    for name, parameter in model.named_parameters():
+    for name, parameter in whole_weights(model):
         values = parameter.detach().flatten()
         some = values[:: max(1, len(values) // 16)][:17].float().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}{some.tolist()}".encode())

@@ -14,13 +14,17 @@ import io
 import random
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 
-from self_speculation.decoding import Decoded, Observer
+from self_speculation.batching import decode_batch
+from self_speculation.config import GenerationConfig
+from self_speculation.decoding import Decoded, Observer, Text
 from self_speculation.drafters import Draft, Drafter
+from self_speculation.sampling import Sampler
 from self_speculation.stopping import Stopper
 from self_speculation.streaming import StandardStreamer
 from tests import tiny
@@ -140,6 +144,37 @@ def run_model_case(rng: random.Random, show: bool) -> None:
         assert decoded.tokens == stopper.tokens, f"{decoded.tokens} instead of {stopper.tokens}"
         assert (decoded.text, decoded.stop_reason) == (stopper.text(), stopper.reason)
     check_cache(model, made, context)
+    if rng.random() < 0.5:
+        check_batch(rng, model, case, truth, stops, decoded)
+
+
+def check_batch(
+    rng: random.Random, model: Any, case: dict[str, Any], truth: list[int], stops: list[str], alone: Decoded
+) -> None:
+    """The same text comes out in a batch of any size, among random neighbours."""
+    k, sampled, neighbours = case["num_speculations"], case["processors"]["sample"], rng.randint(0, 4)
+    place = rng.randint(0, neighbours)
+
+    def begin(number: int, new_cache: Any) -> Text:
+        own = number == place
+        other = random.Random(case["seed"] + number + 1)
+        prompt = case["prompt"] if own else tiny.prompt_ids(other.randint(1, 40), seed=other.randrange(50))
+        if case["drafter"] == "random":
+            known = truth if own else [other.randrange(tiny.VOCAB) for _ in range(40)]
+            made: Drafter = RandomDrafter(case["seed"], known, len(prompt), sampled)
+        else:
+            made = tiny.new_drafter(case["drafter"], model, case["exit_layer"], k)
+        stopper = Stopper(eos_ids=case["end"], stop_strings=stops, decode=letters,
+                          budget=case["steps"] if own else other.randint(1, 30))  # fmt: skip
+        sampler = Sampler(GenerationConfig(**case["processors"]), seed=case["seed"] + (number - place))
+        return Text(
+            model, made, prompt, sampler=sampler, stopper=stopper, num_speculations=k, new_cache=new_cache
+        )  # fmt: skip
+
+    size = rng.randint(1, neighbours + 1)
+    found = dict(decode_batch(model, [partial(begin, number) for number in range(neighbours + 1)], size))
+    assert found[place].tokens == alone.tokens, f"in a batch {found[place].tokens} instead of {alone.tokens}"
+    assert found[place].stop_reason == alone.stop_reason and found[place].stats.rounds == alone.stats.rounds
 
 
 @torch.inference_mode()

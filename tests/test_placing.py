@@ -8,7 +8,7 @@ import pytest
 
 from self_speculation.config import GenerationConfig, ModelConfig, UsageError
 from self_speculation.generation import Generator
-from self_speculation.loading import load
+from self_speculation.loading import fingerprint, load
 from tests.runs import arguments, call, save_exit_friendly, start, steady, tables
 
 DRAFTERS = {
@@ -64,6 +64,7 @@ def test_a_model_partly_on_disk_writes_the_same(plain, spread, drafter, way, bat
 def test_everything_on_disk(plain, folder, tmp_path):
     loaded = load(str(folder), dtype="float32", device_map='{"": "disk"}', offload_folder=str(tmp_path))
     assert loaded.model.device.type == "cpu"
+    assert fingerprint(loaded.model.hf_model) == fingerprint(plain.model.hf_model)
     assert texts(loaded, **settings("early_exit")) == texts(plain, **settings("early_exit"))
 
 

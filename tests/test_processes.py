@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -50,8 +51,7 @@ def watches(monkeypatch):
 
 def close(watch: Watch) -> None:
     """What the system does with the connections of a process that is killed."""
-    import socket
-
+    watch._leaving = True
     for peer in list(watch._peers):
         peer.shutdown(socket.SHUT_RDWR)
 
