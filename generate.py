@@ -63,6 +63,7 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
         distributed.keep_only_main()
     require(generation.batch_size == 1, "batch_size", generation.batch_size,
             "generate.py answers one prompt at a time; benchmark.py, eval.py and sweep.py decode batches")  # fmt: skip
+    require(not (model.tp and prompts.trace), "trace", prompts.trace, "does not go with --tp")
     given = read_prompts(prompts) if distributed.is_main() else []  # a missing file is reported before loading
     from self_speculation.generation import Generator
     from self_speculation.loading import load

@@ -154,10 +154,12 @@ def whole_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     With `--tp` every process must call this.
     """
-    for full_name, weight in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
+        weight: Any = parameter
         if weight.device.type == "meta":
             owner, _, name = full_name.rpartition(".")
-            weight = model.get_submodule(owner)._hf_hook.weights_map[name]  # type: ignore[union-attr, operator]
+            hook: Any = model.get_submodule(owner)._hf_hook
+            weight = hook.weights_map[name]
         yield full_name, weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
