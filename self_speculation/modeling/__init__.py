@@ -2,7 +2,8 @@
 
 from .adapter import KINDS, Adapter, AdapterShape, DraftHead
 from .backbone import Backbone, Unsupported
-from .batch import Batch, why_not
+from .batch import Batch
+from .batch_check import why_not
 from .cache import KVCache
 from .model import ExitStates, KeptStates, SelfSpeculativeModel
 from .skip import SkipSet
