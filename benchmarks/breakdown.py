@@ -1,7 +1,8 @@
-"""Where the time of one round goes: draft layers, suffix layers, heads, sampling, and everything outside the layers.
+"""Where the time of one round goes: draft layers, suffix layers, heads, and everything outside them.
 
-Every part is measured by itself on a prefilled cache (medians of repeated calls), and the whole round by the real loop.
-The floor is the time that reading the weights takes at the measured memory bandwidth.
+Early exit and autoregressive decoding take turns on one prompt, with clocks around the layers, the head and drafting,
+so that every part is timed where it runs. The floor is the time that reading the weights takes at the measured memory
+bandwidth. With `--compile` layers are timed in ranges, as they are compiled.
 """
 
 from __future__ import annotations
@@ -10,91 +11,139 @@ import argparse
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from self_speculation import GenerationConfig, Generator, load
-from self_speculation.modeling import ExitStates
-from self_speculation.sampling import Sampler
+from self_speculation.decoding import Observer
+from self_speculation.modeling import SelfSpeculativeModel
+from self_speculation.stats import now
 
 PROMPT = "def fibonacci(n):\n    " * 12
 
 
-def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of a call, after three calls that do not count."""
-    for _ in range(3):
-        call()
+class Clocks:
+    """Seconds spent in calls that were wrapped, by name."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.drafting = False
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, timed under `name`; under "draft: " or "verify: " and the name while drafting is watched."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = now(self.device)
+            result = call(*args, **kwargs)
+            self.seconds[f"{'draft' if self.drafting else 'verify'}: {name}"] += now(self.device) - started
+            return result
+
+        return timed
+
+    def around_draft(self, propose: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started, self.drafting = now(self.device), True
+            result = propose(*args, **kwargs)
+            self.drafting = False
+            self.seconds["draft"] += now(self.device) - started
+            return result
+
+        return timed
+
+
+class FromFirstBlock(Observer):
+    """Sets the clocks back when the first token, which the prefill gives, is there."""
+
+    def __init__(self, clocks: Clocks):
+        self.clocks, self.begun = clocks, False
+
+    def on_block(self, *args: Any) -> None:
+        if not self.begun:
+            self.clocks.seconds.clear()
+        self.begun = True
+
+
+def watch(model: SelfSpeculativeModel, generator: Generator, clocks: Clocks) -> None:
+    """Put clocks around the model's layers and head, and around drafting."""
+    backbone: Any = model.backbone
+    if model.compiled:
+        backbone.run = clocks.around("layers", backbone.run)
+    else:
+        backbone.layers = [clocks.around("layers", layer) for layer in backbone.layers]
+    backbone.head = clocks.around("head", backbone.head)
+    drafter: Any = generator.drafter
+    drafter.propose = clocks.around_draft(drafter.propose)
+
+
+def bandwidth(megabytes: int = 256, repeats: int = 10) -> float:
+    """Bytes a second that a sum over a large tensor reads."""
+    data = torch.ones(megabytes << 18)
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
-        call()
+        data.sum()
         times.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(times)
+    return data.nbytes / statistics.median(times)
 
 
-def bandwidth(megabytes: int = 256) -> float:
-    """Bytes a second that a sum over a large tensor reads."""
-    data = torch.ones(megabytes << 18)
-    return data.nbytes / (1e-3 * median_ms(data.sum, 10))
-
-
-@torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--exit_layer", type=int, default=None)
+    parser.add_argument("--exit_layer", type=int, default=None, help="default: a quarter of the layers")
     parser.add_argument("--num_speculations", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--max_steps", type=int, default=48)
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    loaded = load(options.model, dtype=options.dtype)
-    model, k, repeats = loaded.model, options.num_speculations, options.repeats
+    loaded = load(options.model, dtype=options.dtype, compile=options.compile)
+    model, k = loaded.model, options.num_speculations
     exit_layer = options.exit_layer or max(1, model.num_layers // 4)
-    ids = model.ids(loaded.encode(PROMPT))
-    position = ids.shape[1]
-    cache = model.new_cache(position + 64)
-    model.prefill(ids, cache)
-    one, block = ids[:, :1], ids[:, : k + 1]
-    hidden = model.run(one, cache, position, stop=exit_layer)
-    states = model.run(block, cache, position, stop=exit_layer)
-    logits = model.verify(block, cache, position)
-    sampler = Sampler(GenerationConfig(sample=False))
-    draft = logits[:-1].argmax(-1).tolist()
-    layers = model.backbone.layers
-    parts = {
-        f"draft: {k} x {exit_layer} layers": k
-        * median_ms(lambda: model.run(one, cache, position, stop=exit_layer), repeats),
-        f"draft: {k} x norm and head": k * median_ms(lambda: model.head(hidden), repeats),
-        f"draft: {k} x greedy choice": k * median_ms(lambda: sampler.draw(logits[:1], []), repeats),
-        f"verify: {exit_layer} layers, 1 token": median_ms(
-            lambda: model.run(one, cache, position, stop=exit_layer), repeats
-        ),
-        f"verify: {len(layers) - exit_layer} layers, {k + 1} tokens": median_ms(
-            lambda: model.run(block, cache, position, start=exit_layer, hidden=states), repeats
-        ),
-        f"verify: norm and head, {k + 1} tokens": median_ms(lambda: model.head(states), repeats),
-        "verify: acceptance": median_ms(lambda: sampler.verify(logits, [], draft, None), repeats),
-    }
-    one_token = median_ms(lambda: model.run(one, cache, position), repeats)
-    cold = median_ms(lambda: model.verify(block, cache, position, ExitStates(exit_layer, states)), repeats)
-    settings = {"sample": False, "max_steps": 16 * (k + 1), "num_speculations": k, "exit_layer": exit_layer}
-    generator = Generator(loaded, GenerationConfig(generation_strategy="self_speculative", **settings))
-    decoded = [generator(ids[0].tolist()).stats for _ in range(3)]
-    whole = statistics.median(1e3 * stats.decode_s / len(stats.rounds) for stats in decoded)
-    print(f"{loaded.name}, {str(model.dtype).removeprefix('torch.')}, exit layer {exit_layer}, {k} speculations, "
-          f"{'layers called directly' if model.backbone.direct else 'layers through a view'}")  # fmt: skip
-    for name, milliseconds in parts.items():
-        print(f"{milliseconds:9.2f} ms  {name}")
-    print(f"{sum(parts.values()):9.2f} ms  sum of the parts")
-    print(f"{whole:9.2f} ms  a round of the real loop ({whole / sum(parts.values()):.2f} x the sum)")
-    print(f"{cold:9.2f} ms  verification as one call")
-    print(f"{one_token:9.2f} ms  all layers, 1 token")
-    weights = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
-    print(f"{1e3 * weights / bandwidth():9.2f} ms  floor: {weights / 1e6:.0f} MB of layer weights at memory bandwidth")
+    weights = sum(parameter.nbytes for layer in model.backbone.layers for parameter in layer.parameters())
+    settings: dict[str, Any] = {"sample": False, "max_steps": options.max_steps, "ignore_eos": True}
+    plain = Generator(loaded, GenerationConfig(**settings))
+    early = Generator(loaded, GenerationConfig(
+        generation_strategy="self_speculative", exit_layer=exit_layer, num_speculations=k, **settings
+    ))  # fmt: skip
+    prompt = loaded.encode(PROMPT)
+    for generator in (plain, early):
+        generator(prompt)  # warm-up, and compiling
+    clocks = Clocks(model.device)
+    watch(model, early, clocks)
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(options.repeats):
+        for name, generator in (("step", plain), ("round", early)):
+            stats = generator(prompt, observer=FromFirstBlock(clocks)).stats
+            found[name].append(stats.decode_s / len(stats.rounds))
+            for part, seconds in clocks.seconds.items():
+                found[f"{name} {part}"].append(seconds / len(stats.rounds))
+            if stats.drafted:
+                found["draft step"].append(clocks.seconds["draft"] / stats.drafted)
+    middle: dict[str, float] = defaultdict(float, {name: statistics.median(values) for name, values in found.items()})
+    parts = {name: seconds for name, seconds in middle.items() if name.startswith("round ") and ":" in name}
+    layers, head = middle["step verify: layers"], middle["step verify: head"]
+    way = "compiled" if model.compiled else "direct" if model.backbone.direct else "view"
+    floor = weights / bandwidth()
+    drafted = exit_layer / model.num_layers * layers + head
+    print(f"{loaded.name}, {str(model.dtype).removeprefix('torch.')}, {way}, exit layer {exit_layer} of "
+          f"{model.num_layers}, {k} speculations, {torch.get_num_threads()} threads")  # fmt: skip
+    for name, seconds in parts.items():
+        print(f"{1e3 * seconds:9.2f} ms  {name.removeprefix('round ')}")
+    whole = middle["round"]
+    print(f"{1e3 * whole:9.2f} ms  a round: {whole / sum(parts.values()):.3f} x its layers and heads")
+    print(f"{1e3 * middle['draft step']:9.2f} ms  a draft step: {middle['draft step'] / drafted:.3f} x "
+          f"({exit_layer}/{model.num_layers} of a step's layers + head)")  # fmt: skip
+    step = middle["step"]
+    print(f"{1e3 * step:9.2f} ms  an autoregressive step: {step / (layers + head):.3f} x its layers and head")
+    print(f"{1e3 * layers:9.2f} ms  its layers: {layers / floor:.1f} x the floor")
+    print(f"{1e3 * floor:9.2f} ms  floor: {weights / 1e6:.0f} MB of layer weights at memory bandwidth")
 
 
 if __name__ == "__main__":

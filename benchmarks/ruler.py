@@ -1,94 +1,235 @@
-"""The ruler: our ways of decoding against `model.generate` and its own speculation, side by side in one run each.
+"""The ruler: our ways of decoding against `model.generate`, its own speculation and the package economize.
 
-Runs `benchmark.py --compare` on HumanEval prompts at a forced equal length, then writes one Markdown table to
-`<output_dir>/ruler_<model>.md`. `--quick` takes a few minutes on two CPU cores. Let nothing else run meanwhile.
+Every model decodes every set of prompts by every strategy, prompt by prompt in an order that rotates, at a forced
+equal length, greedily and sampling. `<output_dir>/ruler_<time>.csv` has a row a text and strategy, `.md` the tables,
+`.png` a chart. `--quick` takes about ten minutes on two CPU cores. Let nothing else run meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import subprocess
+import platform
 import sys
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-STRATEGIES = (
-    "autoregressive,early_exit:exit_layer={exit_layer},prompt_lookup:num_speculations=10,"
-    "prompt_lookup+early_exit:exit_layer={exit_layer},"
-    "hf,hf_early_exit:exit_layer={exit_layer},hf_prompt_lookup:num_speculations=10"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.economize_peer import KINDS, EconomizeGenerator, EconomizeStrategy  # noqa: E402
+from self_speculation import GenerationConfig, load  # noqa: E402
+from self_speculation.benchmarking import Sample, measure, prepare  # noqa: E402
+from self_speculation.datasets import DataConfig, Example  # noqa: E402
+from self_speculation.datasets import load as load_examples  # noqa: E402
+from self_speculation.loading import Loaded  # noqa: E402
+from self_speculation.records import SAMPLE_COLUMNS, RunLog  # noqa: E402
+from self_speculation.strategies import Strategy, make_strategies, parse_strategies  # noqa: E402
+
+Row = dict[str, Any]
+OURS = "early_exit,prompt_lookup:num_speculations=10,prompt_lookup+early_exit"
+PEERS = "hf,hf_early_exit,hf_prompt_lookup:num_speculations=10"
+SETS = ("human_eval", "source", "chat", "summary")
+SOURCES = ("decoding.py", "records.py", "metrics.py", "datasets.py", "sampling.py", "harness.py")
+SUMMARY_TOKENS = 1000
+SPEED = ("hf", "economize")  # what the others are also compared with, beside our own autoregressive decoding
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is measured."""
+
+    model: str
+    dtype: str
+    exit_layer: int
+    num_speculations: int
+
+
+SETTINGS = (
+    Setting("selfspec-16l", "float32", 4, 4),
+    Setting("smollm2-135m", "bfloat16", 24, 4),
+    Setting("gemma3-270m", "bfloat16", 14, 4),
 )
-MODELS = {  # short name -> exit layer, number of speculations
-    "selfspec-16l": (4, 4),
-    "smollm2-135m": (24, 4),
-}
 
 
-def measure(model: str, options: argparse.Namespace) -> list[dict[str, str]]:
-    """One comparison; the pooled rows of its strategies."""
-    exit_layer, length = MODELS.get(model, (options.exit_layer, options.num_speculations))
-    command = [
-        sys.executable, "benchmark.py", "--model", model, "--dtype", options.dtype, "--dataset", "human_eval",
-        "--num_samples", str(4 if options.quick else 20), "--max_steps", str(64 if options.quick else 256),
-        "--ignore_eos", "True", "--num_speculations", str(length), "--output_dir", options.output_dir,
-        "--compare", STRATEGIES.format(exit_layer=exit_layer), "--sample", str(options.sample),
-    ]  # fmt: skip
-    table = Path(options.output_dir, "runs.csv")
-    before = {row["run_id"] for row in read(table)} if table.exists() else set()
-    subprocess.run(command, cwd=ROOT, check=True)
-    return [row for row in read(table) if row["run_id"] not in before]
+def prompts(name: str, loaded: Loaded, count: int, max_steps: int) -> list[Sample]:
+    """`count` prompts of one set, as token ids."""
+    if name == "human_eval":
+        examples, _ = load_examples(DataConfig(name, str(ROOT / "data"), count), 42)
+    elif name == "chat":
+        examples, _ = load_examples(DataConfig("mt_bench", str(ROOT / "data"), count), 42)
+    elif name == "source":  # the beginnings of this repository's own files
+        texts = [(ROOT / "self_speculation" / file).read_text(encoding="utf-8") for file in SOURCES[:count]]
+        examples = [Example(file, text[:1200]) for file, text in zip(SOURCES, texts, strict=False)]
+    else:
+        examples = _articles(loaded, count, min(SUMMARY_TOKENS, loaded.model.max_positions - max_steps - 16))
+    return prepare(loaded, examples, max_steps)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+def _articles(loaded: Loaded, count: int, tokens: int) -> list[Example]:
+    """News articles put together to one of so many tokens, to be summed up."""
+    found, _ = load_examples(DataConfig("cnn_dm_summarization", str(ROOT / "data")), 42)
+    texts = [str(example.row["article"]) for example in found]
+    examples = []
+    for first in range(count):
+        turned = " ".join([*texts[first % len(texts) :], *texts[: first % len(texts)]] * 3)
+        ids = loaded.tokenizer(turned, add_special_tokens=False)["input_ids"][: tokens - 12]
+        examples.append(Example(f"article-{first}", f"Article: {loaded.decode(ids)}\nSummary:"))
+    return examples
 
 
-def markdown(model: str, rows: list[dict[str, str]]) -> str:
-    """The pooled rows as a table; speed-ups are medians over prompts, against our own autoregressive decoding."""
-    lines = [
-        f"### {model}, {rows[0]['dtype']}, {rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['timestamp'][:10]}",
-        "",
-        "| strategy | exit | K | tokens/s | speed-up | acceptance | tokens/round | identical | repeated 4-grams |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def strategies(loaded: Loaded, setting: Setting, sample: bool, max_steps: int, peers: bool) -> list[Strategy]:
+    """All strategies of one table."""
+    base = GenerationConfig(
+        exit_layer=setting.exit_layer, num_speculations=setting.num_speculations, sample=sample, ignore_eos=True,
+        max_steps=max_steps,
+    )  # fmt: skip
+    made = make_strategies(loaded, parse_strategies(f"{OURS},{PEERS}", base), seed=42)
+    economize = KINDS if peers else ()
+    return made + [EconomizeStrategy(kind, EconomizeGenerator(kind, loaded, base)) for kind in economize]
+
+
+def run(setting: Setting, options: argparse.Namespace, log: RunLog) -> None:
+    """All tables of one model."""
+    loaded = load(setting.model, dtype=options.dtype or setting.dtype, compile=options.compile)
+    for sample in options.sample:
+        made = strategies(loaded, setting, sample, options.max_steps, not options.without_economize)
+        for name in options.prompts:
+            samples = prompts(name, loaded, options.num_samples, options.max_steps)
+            told: Any = SimpleNamespace(dataset=name, n_shot=None)
+            measure(loaded, made, samples, log, dataset=told, again=True)
+    if loaded.model.compile_seconds:
+        print(f"{setting.model}: compiling took {loaded.model.compile_seconds:.0f} s, not counted", file=sys.stderr)
+
+
+def tables(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """The rows by model, dtype, mode and prompts, with a title each."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        metrics = json.loads(row["metrics"])
-        cells = [
-            metrics["strategy"].split(":")[0],
-            row["exit_layer"],
-            row["num_speculations"],
-            number(row["tokens_per_second"], ".1f"),
-            number(metrics.get("speedup_median"), ".2f"),
-            number(row["acceptance_rate"], ".1%"),
-            number(row["tokens_per_round"], ".2f"),
-            number(metrics.get("identical"), ".0%"),
-            number(metrics.get("repeated_4grams"), ".0%"),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        mode = "sampled" if row["sample"] in (True, "True") else "greedy"
+        found.setdefault(f"{row['model']}, {row['dtype']}, {mode}, {row['dataset']}", []).append(row)
+    return list(found.items())
 
 
-def number(value: object, form: str) -> str:
-    return "" if value in (None, "") else format(float(str(value)), form)
+def pooled(rows: list[Row]) -> list[Row]:
+    """One row a strategy: medians over prompts of the speed-ups, their spread, and pooled rates."""
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_name.setdefault(row["strategy"], {})[row["sample_id"]] = row
+    pools = []
+    for name, texts in by_name.items():
+        ratios: dict[str, list[float]] = {}
+        for base in ("autoregressive", *SPEED):
+            others = by_name.get(base, {})
+            pairs = [(row, others[key]) for key, row in texts.items() if key in others]
+            ratios[base] = [float(a["tokens_per_second"]) / float(b["tokens_per_second"]) for a, b in pairs]
+        drafted = sum(int(row["drafted"] or 0) for row in texts.values())
+        rounds = sum(int(row["rounds"] or 0) for row in texts.values())
+        tokens = sum(int(row["decode_tokens"]) for row in texts.values())
+        identical = [str(row["identical"]) == "True" for row in texts.values() if row.get("identical") is not None]
+        repeated = [float(row["repeated_4grams"]) for row in texts.values() if row["repeated_4grams"] is not None]
+        pools.append({
+            "strategy": name,
+            "tokens/s": tokens / sum(float(row["decode_s"]) for row in texts.values()),
+            **{f"x {base}": median(values) if values else None for base, values in ratios.items()},
+            "spread": (min(ratios["autoregressive"]), max(ratios["autoregressive"])),
+            "acceptance": sum(int(row["accepted"] or 0) for row in texts.values()) / drafted if drafted else None,
+            "tokens/round": tokens / rounds if rounds else None,
+            "identical": sum(identical) / len(identical) if identical else None,
+            "repeated 4-grams": sum(repeated) / len(repeated) if repeated else None,
+        })  # fmt: skip
+    return pools
+
+
+FORMS = {
+    "strategy": "", "tokens/s": ".1f", "x autoregressive": ".2f", "spread": "", "x hf": ".2f", "x economize": ".2f",
+    "acceptance": ".0%", "tokens/round": ".2f", "identical": ".0%", "repeated 4-grams": ".0%",
+}  # fmt: skip
+
+
+def markdown(rows: list[Row], head: str) -> str:
+    """All tables, under a line that says what was run and where."""
+    lines = [head, ""]
+    for title, group in tables(rows):
+        lines += [f"### {title}", "", f"| {' | '.join(FORMS)} |", "|---" * len(FORMS) + "|"]
+        for pool in pooled(group):
+            cells = {name: "" if pool[name] is None else format(pool[name], form) for name, form in FORMS.items()
+                     if name != "spread"}  # fmt: skip
+            cells["spread"] = "{:.2f}-{:.2f}".format(*pool["spread"])
+            lines.append("| " + " | ".join(cells[name] for name in FORMS) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def chart(rows: list[Row], path: Path) -> None:
+    """Speed-ups against `model.generate`, a panel a table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = tables(rows)
+    figure, axes = pyplot.subplots(len(groups), 1, figsize=(8, 2.6 * len(groups)), squeeze=False)
+    for axis, (title, group) in zip(axes[:, 0], groups, strict=True):
+        pools = [pool for pool in pooled(group) if pool["x hf"] is not None][::-1]
+        colours = ["tab:gray" if pool["strategy"].startswith(SPEED) else "tab:blue" for pool in pools]
+        axis.barh([pool["strategy"] for pool in pools], [pool["x hf"] for pool in pools], color=colours)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=7)
+    axes[-1, 0].set_xlabel("x model.generate")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [setting.model for setting in SETTINGS]
+    parser.add_argument("--model", action="append", choices=names, help="may be given more than once; default: all")
+    parser.add_argument("--prompts", action="append", choices=SETS, help="may be given more than once; default: all")
+    parser.add_argument(
+        "--sample", choices=("both", "True", "False"), default="both", help="sample, or decode greedily"
+    )
+    parser.add_argument("--dtype", help="another than each model's own: " + ", ".join(
+        f"{setting.model} {setting.dtype}" for setting in SETTINGS))  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="compile our strategies (peers stay as they are)")
+    parser.add_argument("--without_economize", action="store_true", help="leave economize out")
+    parser.add_argument("--num_samples", type=int, help="prompts a set (default: 6, with --quick 2)")
+    parser.add_argument("--max_steps", type=int, help="tokens a text (default: 256, with --quick 48)")
+    parser.add_argument("--quick", action="store_true", help="few prompts and short texts")
+    parser.add_argument("--output_dir", default="./logs")
+    options = parser.parse_args()
+    options.num_samples = options.num_samples or (2 if options.quick else 6)
+    options.max_steps = options.max_steps or (48 if options.quick else 256)
+    options.prompts = options.prompts or list(SETS)
+    options.model = options.model or names
+    options.sample = {"both": (False, True), "True": (True,), "False": (False,)}[options.sample]
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="default: each of " + ", ".join(MODELS))
-    parser.add_argument("--exit_layer", type=int, default=4, help="of a model that is not one of the default ones")
-    parser.add_argument("--num_speculations", type=int, default=4)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--sample", default="False", help="True measures sampling at temperature 0.6, top-p 0.9")
-    parser.add_argument("--quick", action="store_true", help="4 prompts of 64 tokens instead of 20 of 256")
-    parser.add_argument("--output_dir", default="./logs")
-    options = parser.parse_args()
-    for model in options.model or MODELS:
-        table = markdown(model, measure(model, options))
-        path = Path(options.output_dir, f"ruler_{Path(model).name}.md")
-        path.write_text(table, encoding="utf-8")
-        print(f"\n{table}\nwritten to {path}", flush=True)
+    options = parse()
+    config = {**vars(options), "script": "ruler"}
+    log = RunLog("ruler", options.output_dir, SAMPLE_COLUMNS, config,
+                 key=("model", "dataset", "sample", "sample_id", "strategy"))  # fmt: skip
+    for setting in SETTINGS:
+        if setting.model in options.model:
+            run(setting, options, log)
+    rows = log.finish()
+    head = (
+        f"`python {' '.join(['benchmarks/ruler.py', *sys.argv[1:]])}`, {date.today()}, {platform.machine()}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}: {options.num_samples} prompts a set, "
+        f"{options.max_steps} tokens a text{', ours compiled' if options.compile else ''}"
+    )
+    text = markdown(rows, head)
+    log.path.with_suffix(".md").write_text(text, encoding="utf-8")
+    chart(rows, log.path.with_suffix(".png"))
+    print(f"{text}\nwritten to {log.path.with_suffix('.md')}, .csv and .png", flush=True)
 
 
 if __name__ == "__main__":
