@@ -166,6 +166,22 @@ def markdown(rows: list[Row], head: str) -> str:
     return "\n".join(lines)
 
 
+def put_into(place: str, text: str) -> None:
+    """Replace what stands between `<!-- part -->` and `<!-- /part -->` of a Markdown file; `place` is file#part.
+
+    Raises:
+        SystemExit: there is no such part.
+    """
+    name, _, part = place.partition("#")
+    path, first, last = Path(name), f"<!-- {part} -->\n", f"<!-- /{part} -->"
+    whole = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before, found, rest = whole.partition(first)
+    _, ended, after = rest.partition(last)
+    if not (found and ended):
+        raise SystemExit(f"error: --into {place}: no such file, or no lines {first.strip()} and {last} in it")
+    path.write_text(before + found + text + last + after, encoding="utf-8")
+
+
 def chart(rows: list[Row], path: Path) -> None:
     """Speed-ups against `model.generate`, a panel a table."""
     import matplotlib
@@ -202,6 +218,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num_samples", type=int, help="prompts a set (default: 6, with --quick 2)")
     parser.add_argument("--max_steps", type=int, help="tokens a text (default: 256, with --quick 48)")
     parser.add_argument("--quick", action="store_true", help="few prompts and short texts")
+    parser.add_argument("--into", metavar="FILE#PART", help="put the tables into that part of a Markdown file too")
     parser.add_argument("--output_dir", default="./logs")
     options = parser.parse_args()
     options.num_samples = options.num_samples or (2 if options.quick else 6)
@@ -228,6 +245,8 @@ def main() -> None:
     )
     text = markdown(rows, head)
     log.path.with_suffix(".md").write_text(text, encoding="utf-8")
+    if options.into:
+        put_into(options.into, text)
     chart(rows, log.path.with_suffix(".png"))
     print(f"{text}\nwritten to {log.path.with_suffix('.md')}, .csv and .png", flush=True)
 

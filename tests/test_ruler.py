@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ruler import FORMS, markdown, pooled, tables
+from benchmarks.ruler import FORMS, markdown, pooled, put_into, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,6 +47,17 @@ def test_greedy_and_sampled_rows_have_tables_of_their_own():
     text = markdown(both, "head")
     assert text.startswith("head\n") and text.count("| early_exit | 15.0 | 2.00 | 1.00-4.00 | 4.00 |") == 2
     assert all(line.count("|") == len(FORMS) + 1 for line in text.splitlines() if line.startswith("|"))
+
+
+def test_tables_go_into_a_part_of_a_file(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("a\n<!-- eager -->\nold\n<!-- /eager -->\nb\n<!-- compiled -->\n<!-- /compiled -->\n")
+    put_into(f"{path}#eager", "new\n")
+    expected = "a\n<!-- eager -->\nnew\n<!-- /eager -->\nb\n<!-- compiled -->\n<!-- /compiled -->\n"
+    assert path.read_text() == expected
+    with pytest.raises(SystemExit, match="--into .*#other"):
+        put_into(f"{path}#other", "new\n")
+    assert path.read_text() == expected
 
 
 @pytest.mark.slow
