@@ -41,7 +41,7 @@ def check(model, family: str, names: tuple[str, ...], dtype: torch.dtype = torch
             decoded = tiny.run(model, drafter, prompt, steps=30, num_speculations=speculations)
             assert decoded.tokens == tiny.oracle(family, tuple(prompt), 30, dtype)
             if dtype == torch.float64:
-                check_cache(model, contexts[0])
+                check_cache(model, drafter, contexts[0])
 
 
 @pytest.mark.parametrize(
