@@ -59,7 +59,9 @@ def main(
                                       [s.AUTOREGRESSIVE, name]))  # fmt: skip
         print(report(measured, sweep.predict), flush=True)
         if best is not None:
-            print(command(best, model, data, generation, run), flush=True)
+            chosen_cell = {name: best[name] for name in ("exit_layer", "num_speculations")}
+            print(command({"generation_strategy": "self_speculative", **chosen_cell}, model, data, generation, run),
+                  flush=True)  # fmt: skip
         cli.note(f"rows in {log.path}")
 
 

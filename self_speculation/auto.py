@@ -1,5 +1,7 @@
 """What `--exit_layer -1` and `--num_speculations -1` mean: the best cell of a prediction on a few built-in prompts.
 
+For a skip set only the number of speculations is left to choose.
+
 The first choice for a model takes a few seconds; what was found is kept for it, its dtype and its device.
 """
 
@@ -20,15 +22,17 @@ import transformers
 
 from . import distributed
 from .config import GenerationConfig, UsageError
-from .costs import measure_costs, spread
+from .costs import RoundCosts, measure_costs, spread
 from .decoding import decode
 from .drafters.chain import NoDrafter
 from .loading import Loaded, cache_folder, fingerprint
-from .prediction import Rounds, simulate, trace
+from .modeling import SelfSpeculativeModel, SkipSet
+from .prediction import Part, Rounds, read, simulate, trace
 from .sampling import Sampler, sample_seed
+from .skip_scores import follow, measure_skip_costs
 from .stopping import Stopper
 
-VERSION = 3  # of what is kept
+VERSION = 5  # of what is kept
 PROMPTS = (
     "Article: The harbour town of Wenlow has opened a bridge for walkers and cyclists, two years later than planned. "
     "It joins the old market to the station and cost eleven million pounds. The mayor said that it would shorten the "
@@ -44,9 +48,10 @@ LEAST_TOKENS, MOST_TOKENS = 12, 64  # a text
 
 @dataclass(frozen=True)
 class Cell:
-    """One exit layer and number of speculations, as predicted. Times are in steps of autoregressive decoding."""
+    """One exit layer (None for a skip set) and number of speculations, as predicted. Times are in steps of
+    autoregressive decoding."""
 
-    exit_layer: int
+    exit_layer: int | None
     num_speculations: int
     acceptance_rate: float
     tokens_per_round: float
@@ -56,24 +61,30 @@ class Cell:
     break_even: float
 
 
-def choose_cell(loaded: Loaded, config: GenerationConfig, notify: Callable[[str], None]) -> Cell | None:
+def choose_cell(
+    loaded: Loaded, config: GenerationConfig, notify: Callable[[str], None], skip: SkipSet | None = None
+) -> Cell | None:
     """The cell to decode with, None when autoregressive decoding is faster; `notify` is told what and why.
 
-    Every process must come here; the first decides. What `config` fixes (either number) stays fixed.
+    Every process must come here; the first decides. What `config` fixes (either number) stays fixed. With `skip`, that
+    set drafts in the place of an early exit.
     """
     if distributed.one_model():
         raise UsageError("--tp True: give --exit_layer and --num_speculations; choosing them measures one process")
     distributed.join()
-    cells = distributed.on_main(lambda: _kept(loaded, config))
+    cells = distributed.on_main(lambda: _kept(loaded, config, skip))
     best = max(cells, key=lambda cell: cell.speedup)
     costs = (
         f"a draft costs {best.draft_step:.2f} and verifying {best.verification:.2f} steps of the whole model, "
         f"acceptance is {best.acceptance_rate:.0%}, break-even at {best.break_even:.0%}"
     )
-    cell = f"--exit_layer {best.exit_layer} --num_speculations {best.num_speculations}"
+    cell = f"--num_speculations {best.num_speculations}"
+    if skip is None:
+        cell = f"--exit_layer {best.exit_layer} {cell}"
     if best.speedup <= 1:
+        what = "early exit" if skip is None else "this skip set"
         notify(
-            f"chose autoregressive decoding: early exit does not pay; the best cell tried, {cell}, would run at "
+            f"chose autoregressive decoding: {what} does not pay; the best cell tried, {cell}, would run at "
             f"{best.speedup:.2f} x ({costs})"
         )
         return None
@@ -81,62 +92,82 @@ def choose_cell(loaded: Loaded, config: GenerationConfig, notify: Callable[[str]
     return best
 
 
-def _kept(loaded: Loaded, config: GenerationConfig) -> list[Cell]:
+def _kept(loaded: Loaded, config: GenerationConfig, skip: SkipSet | None) -> list[Cell]:
     """The predicted cells, from the file kept for this model and these settings if there is one."""
     model = loaded.model
-    exits = spread(1, max(1, model.num_layers * 3 // 4), EXITS) if config.exit_layer == -1 else (config.exit_layer,)
+    parts: Sequence[Part] = (config.exit_layer,)
+    if skip is not None:
+        parts = (skip,)
+    elif config.exit_layer == -1:
+        parts = spread(1, max(1, model.num_layers * 3 // 4), EXITS)
     lengths = tuple(range(1, MOST_SPECULATIONS + 1))
     if config.num_speculations != -1:
         lengths = (config.num_speculations,)
-    path = cache_folder() / "auto" / f"{_fingerprint(loaded, config, exits, lengths)}.json"
+    path = cache_folder() / "auto" / f"{_fingerprint(loaded, config, parts, lengths)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return [Cell(**cell) for cell in json.loads(path.read_text())["cells"]]
-    cells = predict(loaded, config, exits, lengths)
+    cells = predict(loaded, config, parts, lengths)
     _keep(path, {"model": loaded.name, "cells": [asdict(cell) for cell in cells]})
     return cells
 
 
 def predict(
-    loaded: Loaded, config: GenerationConfig, exits: Sequence[int], lengths: Sequence[int], seconds: float = SECONDS
+    loaded: Loaded, config: GenerationConfig, parts: Sequence[Part], lengths: Sequence[int], seconds: float = SECONDS
 ) -> list[Cell]:
-    """Predict every cell from texts that the target writes after the built-in prompts."""
+    """Predict every cell from texts that the target writes after the built-in prompts.
+
+    Args:
+        parts: exit layers, or one skip set.
+    """
+    skip = parts[0] if isinstance(parts[0], SkipSet) else None
+    exits = [part for part in parts if isinstance(part, int)]
     model, most = loaded.model, max(lengths)
     config = replace(config.resolved(), ignore_eos=True)
     prompts = [loaded.encode(prompt) for prompt in PROMPTS]
     room = model.max_positions - LEAST_TOKENS - most - 1
     prompts = [prompt[: max(1, room)] for prompt in prompts]
     started = time.perf_counter()
-    rounds = {(exit_layer, length): Rounds() for exit_layer in exits for length in lengths}
+    rounds: dict[tuple[Part, int], Rounds] = {(part, length): Rounds() for part in parts for length in lengths}
     budget, tokens = LEAST_TOKENS, prompts[0]
     for number, prompt in enumerate(prompts):
         budget = max(1, min(budget, model.max_positions - len(prompt)))
         sampler = Sampler(config, seed=sample_seed(0, number), device=model.device, vocab_limit=len(loaded.tokenizer))
         stopper = Stopper(budget=budget)
         decoded = decode(model, NoDrafter(), prompt, sampler=sampler, stopper=stopper)
-        found = trace(model, sampler, prompt, decoded, exits, budget=budget, most_speculations=most)
-        for (exit_layer, length), sums in rounds.items():
-            sums += simulate(found, exit_layer, length, seed=number)
+        if skip is not None:
+            found = follow(model, sampler, read(model, prompt, decoded, budget=budget), skip, most)
+        else:
+            found = trace(model, sampler, prompt, decoded, exits, budget=budget, most_speculations=most)
+        for (part, length), sums in rounds.items():
+            sums += simulate(found, part, length, seed=number)
         tokens = [*prompt, *decoded.tokens]
         left = (seconds - (time.perf_counter() - started)) / max(1, len(prompts) - number - 1)
         speed = budget / max(1e-6, (time.perf_counter() - started) / (number + 1))
         budget = max(LEAST_TOKENS, min(MOST_TOKENS, int(left * speed)))
-    measured = measure_costs(
-        model, sampler, tokens[: max(1, model.max_positions - most - 1)],
-        (min(exits), max(exits)), sorted({1, 2, (1 + most) // 2, most}), seconds=seconds,
-    )  # fmt: skip
+    measured = _costs(model, sampler, tokens[: max(1, model.max_positions - most - 1)], skip, exits, most, seconds)
     return [
         Cell(
-            exit_layer,
+            part if isinstance(part, int) else None,
             length,
             sums.acceptance_rate or 0.0,
             sums.tokens_per_round or 0.0,
-            sums.speedup(measured, exit_layer) or 0.0,
-            measured.draft_step(exit_layer, length) / measured.step,
-            measured.verification(exit_layer, length) / measured.step,
-            measured.break_even(exit_layer, length),
+            sums.speedup(measured, part) or 0.0,
+            measured.draft_step(part, length) / measured.step,
+            measured.verification(part, length) / measured.step,
+            measured.break_even(part, length),
         )
-        for (exit_layer, length), sums in rounds.items()
+        for (part, length), sums in rounds.items()
     ]
+
+
+def _costs(
+    model: SelfSpeculativeModel, sampler: Sampler, tokens: Sequence[int], skip: SkipSet | None, exits: Sequence[int],
+    most: int, seconds: float,
+) -> RoundCosts:  # fmt: skip
+    lengths = sorted({1, 2, (1 + most) // 2, most})
+    if skip is not None:
+        return measure_skip_costs(model, sampler, tokens, lengths, seconds=seconds)
+    return measure_costs(model, sampler, tokens, (min(exits), max(exits)), lengths, seconds=seconds)
 
 
 def _keep(path: Path, content: dict[str, object]) -> None:
@@ -148,7 +179,7 @@ def _keep(path: Path, content: dict[str, object]) -> None:
         draft.replace(path)
 
 
-def _fingerprint(loaded: Loaded, config: GenerationConfig, exits: Sequence[int], lengths: Sequence[int]) -> str:
+def _fingerprint(loaded: Loaded, config: GenerationConfig, parts: Sequence[Part], lengths: Sequence[int]) -> str:
     """What the prediction depends on: weights, dtype, device, settings, and what was tried."""
     model = loaded.model
     cuda = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
@@ -157,9 +188,10 @@ def _fingerprint(loaded: Loaded, config: GenerationConfig, exits: Sequence[int],
         settings.temperature, settings.top_k, settings.top_p, settings.min_p
     )  # fmt: skip
     history = (settings.repetition_penalty, settings.no_repeat_ngram_size)
+    tried = tuple(part.columns() if isinstance(part, SkipSet) else part for part in parts)
     facts = (
         VERSION, fingerprint(model.hf_model), str(model.dtype), model.device.type, cuda, platform.machine(),
         platform.node(), os.cpu_count(), torch.get_num_threads(), torch.__version__, transformers.__version__, sampling,
-        history, tuple(exits), tuple(lengths), model.hf_model.config.to_json_string(), model.compiled,
+        history, tried, tuple(lengths), model.hf_model.config.to_json_string(), model.compiled,
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]

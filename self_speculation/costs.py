@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from .drafters.base import Context, Draft
+from .drafters.base import Context, Draft, Drafter
 from .drafters.layers import EarlyExitDrafter
 from .modeling import SelfSpeculativeModel
 from .sampling import Sampler
@@ -18,8 +19,35 @@ from .stats import now
 QUANTILE = 0.25  # of repeated times: what other programs do to the clock only ever adds
 
 
+class RoundCosts:
+    """Seconds that rounds take when a part of the model (an exit layer or a skip set) drafts."""
+
+    step: float  # one token of autoregressive decoding
+
+    def draft_step(self, part: Any, length: int = 1) -> float:
+        """Drafting one of `length` tokens."""
+        raise NotImplementedError
+
+    def verification(self, part: Any, length: int) -> float:
+        """Verifying a draft of `length` tokens."""
+        raise NotImplementedError
+
+    def round(self, part: Any, length: int) -> float:
+        """A whole round; without a draft it is a step of autoregressive decoding."""
+        if length == 0:
+            return self.step
+        return length * self.draft_step(part, length) + self.verification(part, length)
+
+    def break_even(self, part: Any, length: int) -> float:
+        """The acceptance rate above which rounds of `length` drafts beat autoregressive decoding; above 1, none does.
+
+        A round costs `round / step` target tokens and gives 1 + length x acceptance tokens.
+        """
+        return (self.round(part, length) / self.step - 1) / length
+
+
 @dataclass(frozen=True)
-class Costs:
+class Costs(RoundCosts):
     """Seconds, with choosing the tokens included; between the measured points costs are taken as linear.
 
     Attributes:
@@ -39,26 +67,13 @@ class Costs:
     verify: tuple[tuple[float, ...], ...]
     context: int
 
-    def draft_step(self, exit_layer: int, length: int = 1) -> float:
-        """Drafting one of `length` tokens with the first `exit_layer` layers."""
-        return self._between(self.draft, exit_layer, length) / length
+    def draft_step(self, part: int, length: int = 1) -> float:
+        """Drafting one of `length` tokens with the first `part` layers."""
+        return self._between(self.draft, part, length) / length
 
-    def verification(self, exit_layer: int, length: int) -> float:
+    def verification(self, part: int, length: int) -> float:
         """Verifying a draft of `length` tokens."""
-        return self._between(self.verify, exit_layer, length)
-
-    def round(self, exit_layer: int, length: int) -> float:
-        """A whole round; without a draft it is a step of autoregressive decoding."""
-        if length == 0:
-            return self.step
-        return length * self.draft_step(exit_layer, length) + self.verification(exit_layer, length)
-
-    def break_even(self, exit_layer: int, length: int) -> float:
-        """The acceptance rate above which rounds of `length` drafts beat autoregressive decoding; above 1, none does.
-
-        A round costs `round / step` target tokens and gives 1 + length x acceptance tokens.
-        """
-        return (self.round(exit_layer, length) / self.step - 1) / length
+        return self._between(self.verify, part, length)
 
     def _between(self, table: Sequence[Sequence[float]], exit_layer: int, length: int) -> float:
         """`table` at (exit_layer, length), linear between its points; drafts shorter than any measured go to 0."""
@@ -92,25 +107,8 @@ def measure_costs(
         seconds: about how long to go on once everything was timed `least_repeats` times.
     """
     exits, lengths = sorted(set(exits)), sorted({1, *lengths} - {0})
-    context = Context(model, model.new_cache(len(tokens) + lengths[-1] + 1), sampler, list(tokens), (), lengths[-1])
-    model.prefill(model.ids(tokens), context.cache)
-    times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    begun = now(model.device)
-    for repeat in range(most_repeats + 1):
-        if repeat > least_repeats and (now(model.device) - begun) / repeat * (repeat + 1) > seconds:
-            break
-        if repeat == 1:
-            times.clear()  # the first repeat warmed up
-        for exit_layer in exits:
-            drafter = EarlyExitDrafter(exit_layer)
-            _play(context, None, 0)  # in decoding, a step follows a step
-            times["step", 0, 0] += [_play(context, None, 0)[1] for _ in range(2)]
-            for length in lengths:
-                draft, verify = _play(context, drafter, length)
-                times["draft", exit_layer, length].append(draft)
-                times["verify", exit_layer, length].append(verify)
-        times["head", 0, 0].append(_time_head(model))
-    part = {kind: float(np.quantile(values, QUANTILE)) for kind, values in times.items()}
+    drafters = {exit_layer: EarlyExitDrafter(exit_layer) for exit_layer in exits}
+    part = time_rounds(model, sampler, tokens, drafters, lengths, seconds, least_repeats, most_repeats)
     return Costs(
         step=part["step", 0, 0],
         head=part["head", 0, 0],
@@ -122,7 +120,39 @@ def measure_costs(
     )
 
 
-def _play(context: Context, drafter: EarlyExitDrafter | None, length: int) -> tuple[float, float]:
+def time_rounds(
+    model: SelfSpeculativeModel,
+    sampler: Sampler,
+    tokens: Sequence[int],
+    drafters: Mapping[Any, Drafter],
+    lengths: Sequence[int],
+    seconds: float,
+    least_repeats: int = 3,
+    most_repeats: int = 25,
+) -> dict[tuple[str, Any, int], float]:
+    """Times of ("step", 0, 0), ("head", 0, 0) and, for each name of a drafter and each length, ("draft", name, length)
+    and ("verify", name, length)."""
+    context = Context(model, model.new_cache(len(tokens) + lengths[-1] + 1), sampler, list(tokens), (), lengths[-1])
+    model.prefill(model.ids(tokens), context.cache)
+    times: dict[tuple[str, Any, int], list[float]] = defaultdict(list)
+    begun = now(model.device)
+    for repeat in range(most_repeats + 1):
+        if repeat > least_repeats and (now(model.device) - begun) / repeat * (repeat + 1) > seconds:
+            break
+        if repeat == 1:
+            times.clear()  # the first repeat warmed up
+        for name, drafter in drafters.items():
+            _play(context, None, 0)  # in decoding, a step follows a step
+            times["step", 0, 0] += [_play(context, None, 0)[1] for _ in range(2)]
+            for length in lengths:
+                draft, verify = _play(context, drafter, length)
+                times["draft", name, length].append(draft)
+                times["verify", name, length].append(verify)
+        times["head", 0, 0].append(_time_head(model))
+    return {kind: float(np.quantile(values, QUANTILE)) for kind, values in times.items()}
+
+
+def _play(context: Context, drafter: Drafter | None, length: int) -> tuple[float, float]:
     """Seconds of drafting `length` tokens, and of verifying them; None drafts nothing."""
     model, device = context.model, context.model.device
     started = now(device)

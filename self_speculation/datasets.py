@@ -73,6 +73,19 @@ def _turns(row: Row) -> Row:
     }
 
 
+def _first_question(row: Row) -> Row:
+    """What a user of ShareGPT asked first, and the answer there."""
+    turns = [(turn["from"], turn["value"]) for turn in _list(row["conversations"])]
+    asked = next((place for place, (who, _) in enumerate(turns) if who in ("human", "user")), 0)
+    question = turns[asked][1]
+    return {
+        "prompt": question,
+        "reference": turns[asked + 1][1] if asked + 1 < len(turns) else None,
+        "messages": [{"role": "user", "content": question}],
+        "follow_ups": [text for who, text in turns[asked + 1 :] if who in ("human", "user")],
+    }
+
+
 CNN_DM: dict[str, Any] = {
     "repository": "abisee/cnn_dailymail",
     "name": "3.0.0",
@@ -109,6 +122,7 @@ SOURCES = {
     "mt_bench": Source(
         ("prompt",), _turns, repository="HuggingFaceH4/mt_bench_prompts", split="train", id_column="prompt_id"
     ),
+    "sharegpt_gpt4": Source(("conversations",), _first_question, repository="shibing624/sharegpt_gpt4", split="train"),
 }
 """Commits are pinned where they are known; `main` and `refs/convert/parquet` (the hub's own conversion) move."""
 

@@ -15,8 +15,9 @@ from .config import GenerationConfig, UsageError
 from .decoding import Decoded, DraftAlone, Observer, Text, decode
 from .drafters import AdapterDrafter, make_drafter, skip_set
 from .loading import Loaded, load
-from .modeling import Adapter, KVCache, why_not
+from .modeling import Adapter, KVCache, SkipSet, why_not
 from .sampling import Sampler, sample_seed
+from .skip_sets import ready_set
 from .stopping import Stopper
 
 DEFAULT_SPECULATIONS = {"early_exit": 6, "skip_layer": 6, "prompt_lookup": 10, "adapter": 3}
@@ -165,9 +166,13 @@ class Generator:
 def choose(config: GenerationConfig, loaded: Loaded, notify: Callable[[str], None]) -> GenerationConfig:
     """Replace -1 by what the toolkit chooses, and complete the drafter.
 
-    Early exit is chosen by a prediction (`auto`); where it does not pay, `num_speculations` becomes 0, or the drafters
-    beside it are left to themselves.
+    Early exits, and the number of speculations of a skip set, are chosen by a prediction (`auto`); where they do not
+    pay, `num_speculations` becomes 0, or the drafters beside them are left to themselves. `skip_layer` without a set
+    takes the one that was found for these weights, if there is one.
     """
+    if "skip_layer" in config.drafters() and not any(config.skipped()) and (path := ready_set(loaded)):
+        notify(f"chose --skip_layers {path}")
+        config = replace(config, skip_layers=str(path))
     if config.exit_layer != -1 and uses_adapter(config) and "early_exit" not in config.drafters():
         raise UsageError(f"--exit_layer {config.exit_layer}: an adapter has an exit of its own; leave the flag out")
     if config.generation_strategy == "autoregressive":
@@ -182,19 +187,30 @@ def choose(config: GenerationConfig, loaded: Loaded, notify: Callable[[str], Non
     fixed_length = config.num_speculations != -1 or config.adaptive_draft_exit or "skip_layer" in config.drafters()
     if config.num_speculations == 0:
         return config
-    if "early_exit" in config.drafters() and (config.exit_layer == -1 or not fixed_length):
-        if fixed_length and config.num_speculations == -1:
+    skip = _skip_set_alone(config, loaded)
+    if skip is not None or ("early_exit" in config.drafters() and (config.exit_layer == -1 or not fixed_length)):
+        if skip is None and fixed_length and config.num_speculations == -1:
             config = replace(config, num_speculations=_fixed_speculations(config, notify))
-        cell = auto.choose_cell(loaded, config, notify)
+        cell = auto.choose_cell(loaded, config, notify, skip)
         if cell is not None:
-            return replace(config, exit_layer=cell.exit_layer, num_speculations=cell.num_speculations)
-        others = [part for part in config.drafters() if part != "early_exit"]
+            return replace(config, exit_layer=cell.exit_layer or -1, num_speculations=cell.num_speculations)
+        others = [part for part in config.drafters() if part != ("early_exit" if skip is None else "skip_layer")]
         if not others:
             return replace(config, num_speculations=0)
         config = replace(config, drafter="+".join(others), exit_layer=-1)
     if config.num_speculations == -1:
         config = replace(config, num_speculations=_fixed_speculations(config, notify))
     return config
+
+
+def _skip_set_alone(config: GenerationConfig, loaded: Loaded) -> SkipSet | None:
+    """The skip set whose number of speculations is to be predicted: no other layers draft, and in full length."""
+    drafts = config.drafters()
+    if "skip_layer" not in drafts or "early_exit" in drafts or config.num_speculations != -1:
+        return None
+    if config.adaptive_draft_exit or config.draft_exit_threshold is not None:
+        return None
+    return skip_set(config, loaded.model)
 
 
 def _fixed_speculations(config: GenerationConfig, notify: Callable[[str], None]) -> int:

@@ -120,22 +120,19 @@ def prediction_report(rows: Sequence[Row]) -> str:
     )
 
 
-def command(best: Row, *configs: Any) -> str:
-    """The command line that benchmarks a cell with the settings of this run."""
+def command(settings: Row, *configs: Any) -> str:
+    """The command line that benchmarks `settings` with all else as in this run."""
     parts = ["python", "benchmark.py"]
-    values = {
-        "generation_strategy": "self_speculative",
-        "exit_layer": best["exit_layer"],
-        "num_speculations": best["num_speculations"],
-    }
     for config in configs:
         for field in fields(config):
-            value = values.get(field.name, getattr(config, field.name))
-            if value == field.default and field.name not in values:
+            if field.name in settings or getattr(config, field.name) == field.default:
                 continue
+            value = getattr(config, field.name)
             several = value if isinstance(value, list) else [value]
             if value is not None and field.name not in ("drafter", "debug"):
                 parts += [f"--{field.name}", *map(str, several)]
+    for name, value in settings.items():
+        parts += [f"--{name}", str(value)]
     return shlex.join(parts)
 
 

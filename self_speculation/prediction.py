@@ -1,8 +1,9 @@
-"""What early-exit drafting would do on a text, foretold from one pass of the target over it.
+"""What drafting would do on a text, foretold from passes over the text that the target wrote.
 
 Greedy decoding writes the same text whatever drafts it. So the draft of every exit layer at every place of the text
 is known from one pass: norm and head on the hidden states leaving that layer. Where it agrees with the text it is
 accepted. Runs of agreement then give the rounds of every (exit layer, number of speculations) without running them.
+A skip set is foretold in the same way, from passes of its own (`skip_scores`).
 
 When tokens are sampled, each place has a chance of acceptance instead, sum(min(p, q)); rounds are drawn from these.
 """
@@ -10,39 +11,64 @@ When tokens are sampled, each place has a chance of acceptance instead, sum(min(
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from .costs import Costs
+from .costs import RoundCosts
 from .decoding import Decoded
-from .modeling import KVCache, SelfSpeculativeModel
-from .modeling.branches import Branches
+from .modeling import KVCache, SelfSpeculativeModel, SkipSet
+from .modeling.branches import Branches, branching_cache
 from .sampling import Sampler, distribution, greedy_tokens
 
 ROWS = 64  # positions whose logits are held at once
 NEVER = 1 << 30
 
 
+Part = int | SkipSet  # what drafts: the layers before an exit, or all but the sub-layers of a skip set
+
+
 @dataclass(frozen=True)
-class Trace:
-    """What each exit layer would draft along one text.
+class Written:
+    """A text that the target wrote.
 
     Attributes:
-        exits: the exit layers.
-        chance: [exits, n], with what probability the target accepts each of the n new tokens as a draft; 0 or 1 when
-            greedy. The first comes from the prefill and is never drafted.
-        wrong_length: [exits, n], how many tokens a draft has from its first wrong token (at this place) on, since a
-            drafted end-of-sequence id ends it; `NEVER` where none does.
-        closed: the last of the n tokens is an id that ended the text and is not part of it.
+        tokens: the n new tokens, with the id that closed the text where one did.
+        closed: the last of them is an id that ended the text and is not part of it.
         budget: the most new tokens that were allowed.
         positions: the most new tokens that the model's positions leave room for.
+        cached: the tokens whose keys and values `cache` holds; `cache` may be branched.
+        states: [exits + 1, n, H], the hidden states that chose the new tokens, leaving each exit and the whole model.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    closed: bool
+    budget: int
+    positions: int
+    cached: list[int]
+    cache: KVCache
+    states: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What parts of the model would draft along one text of n new tokens.
+
+    Attributes:
+        parts: exit layers or skip sets.
+        chance: [parts, n, depths], with what probability the target accepts each new token as the first, second, ...
+            token of a draft; 0 or 1 when greedy. Deeper drafts are as the last of the depths. The first token comes
+            from the prefill and is never drafted.
+        wrong_length: [parts, n, depths], how many tokens a draft has from its first wrong token (at this place and
+            depth) on, since a drafted end-of-sequence id ends it; `NEVER` where none does.
+        closed, budget, positions: as in `Written`.
         exact: drafts that go on after a wrong token were followed, so that `drafted` is exact under greedy decoding.
     """
 
-    exits: tuple[int, ...]
+    parts: tuple[Part, ...]
     chance: np.ndarray
     wrong_length: np.ndarray
     closed: bool
@@ -81,14 +107,43 @@ class Rounds:
     def tokens_per_round(self) -> float | None:
         return self.decode_tokens / self.rounds if self.rounds else None
 
-    def seconds(self, costs: Costs, exit_layer: int) -> float:
+    def seconds(self, costs: RoundCosts, part: Part) -> float:
         """Predicted decode time."""
-        return sum(count * costs.round(exit_layer, length) for length, count in self.by_length.items())
+        return sum(count * costs.round(part, length) for length, count in self.by_length.items())
 
-    def speedup(self, costs: Costs, exit_layer: int) -> float | None:
+    def speedup(self, costs: RoundCosts, part: Part) -> float | None:
         """Predicted speed relative to autoregressive decoding."""
-        seconds = self.seconds(costs, exit_layer)
+        seconds = self.seconds(costs, part)
         return self.decode_tokens * costs.step / seconds if seconds else None
+
+
+@torch.inference_mode()
+def read(
+    model: SelfSpeculativeModel,
+    prompt: Sequence[int],
+    decoded: Decoded,
+    exits: Sequence[int] = (),
+    *,
+    budget: int,
+    end_ids: Collection[int] = (),
+) -> Written:
+    """Pass the target over a text that it wrote.
+
+    Args:
+        budget: the most new tokens that were allowed.
+        end_ids: ids that may have closed the text.
+    """
+    closed = decoded.stop_reason in ("eos", "stop_id")
+    tokens = list(decoded.tokens)
+    text = [*prompt, *tokens]
+    n = len(tokens) + closed
+    cache = branching_cache(model, len(text))
+    states = _states(model, cache, text, exits, first=len(prompt) - 1)[:, :n]
+    if closed:
+        last = model.head(states[-1:, n - 1 :])[0]
+        tokens.append(max(end_ids, key=lambda id: float(last[id])))
+    positions = model.max_positions - len(prompt)
+    return Written(list(prompt), tokens, closed, budget, positions, text, cache, states)
 
 
 @torch.inference_mode()
@@ -111,15 +166,8 @@ def trace(
         end_ids: ids at which a draft ends.
         most_speculations: the longest draft that will be asked for.
     """
-    closed = decoded.stop_reason in ("eos", "stop_id")
-    n = len(decoded.tokens) + closed
-    text = [*prompt, *decoded.tokens]
-    cache = model.new_cache(len(text))
-    states = _states(model, cache, text, exits, first=len(prompt) - 1)[:, :n]
-    tokens = list(decoded.tokens)
-    if closed:
-        last = model.head(states[-1:, n - 1 :])[0]
-        tokens.append(max(end_ids, key=lambda id: float(last[id])))
+    written = read(model, prompt, decoded, exits, budget=budget, end_ids=end_ids)
+    tokens, states, n = written.tokens, written.states, len(written.tokens)
     chance = np.zeros((len(exits), n))
     drafts = np.zeros((len(exits), n), dtype=np.int64)
     for start in range(0, n, ROWS):
@@ -137,18 +185,16 @@ def trace(
                 chance[index, rows] = torch.minimum(target, distribution(scores)).sum(-1).double().cpu().numpy()
     wrong_length = np.full((len(exits), n), NEVER)
     follow = sampler.greedy and bool(end_ids)
-    exact = sampler.greedy and (not follow or Branches.possible(model, len(text) + n * most_speculations))
+    exact = sampler.greedy and (not follow or Branches.possible(model))
     if follow:
         for index, exit_layer in enumerate(exits):
             wrong = [i for i in range(1, n) if not chance[index, i]]
             first = [int(drafts[index, i]) for i in wrong]
             steps = most_speculations - 1 if exact else 0
-            wrong_length[index, wrong] = _wrong_lengths(
-                model, sampler, cache, [*prompt, *tokens], len(text), exit_layer, [len(prompt) + i for i in wrong],
-                first, end_ids, steps,
-            )  # fmt: skip
-    positions = model.max_positions - len(prompt)
-    return Trace(tuple(exits), chance, wrong_length, closed, budget, positions, exact)
+            wrong_length[index, wrong] = _wrong_lengths(model, sampler, written, exit_layer, wrong, first, end_ids,
+                                                        steps)  # fmt: skip
+    return Trace(tuple(exits), chance[:, :, None], wrong_length[:, :, None], written.closed, budget,
+                 written.positions, exact)  # fmt: skip
 
 
 def _states(
@@ -166,36 +212,28 @@ def _states(
 def _wrong_lengths(
     model: SelfSpeculativeModel,
     sampler: Sampler,
-    cache: KVCache,
-    text: Sequence[int],
-    cached: int,
+    text: Written,
     exit_layer: int,
-    starts: list[int],
+    places: list[int],
     tokens: list[int],
     end_ids: Collection[int],
     steps: int,
 ) -> list[int]:
-    """How long drafts are that leave the text at `starts` with the wrong `tokens`, `NEVER` if no end id ends them.
+    """How long drafts are that leave the text at `places` with the wrong `tokens`, `NEVER` if no end id ends them.
 
     All of them go on together, token by token, for at most `steps` more tokens.
     """
     lengths = [1 if token in end_ids else NEVER for token in tokens]
-    if not starts or not steps:
+    if not places or not steps:
         return lengths
-    branches = Branches(model, cache, cached, starts, exit_layer)
+    starts = [len(text.prompt) + place for place in places]
+    branches = Branches(model, text.cache, len(text.cached), starts, model.backbone.layers[:exit_layer])
     written = [[token] for token in tokens]
+    before = [*text.prompt, *text.tokens]
     for step in range(steps):
-        hidden = branches.step(tokens)
-        if sampler.history:
-            rows = [
-                sampler.scores(model.head(hidden[:, w : w + 1]), [*text[: starts[w]], *written[w]])
-                for w in range(len(starts))
-            ]
-            tokens = greedy_tokens(torch.cat(rows))
-        else:
-            tokens = []
-            for place in range(0, len(starts), ROWS):
-                tokens += greedy_tokens(sampler.scores(model.head(hidden[:, place : place + ROWS]), ()))
+        prefixes = [[*before[: starts[w]], *written[w]] for w in range(len(starts))] if sampler.history else []
+        scores = row_scores(model, sampler, branches.step(tokens), prefixes)
+        tokens = [token for _, some in scores for token in greedy_tokens(some)]
         for w, token in enumerate(tokens):
             written[w].append(token)
             if token in end_ids and lengths[w] == NEVER:
@@ -203,27 +241,39 @@ def _wrong_lengths(
     return lengths
 
 
-def simulate(trace: Trace, exit_layer: int, num_speculations: int, seed: int = 0) -> Rounds:
+def row_scores(
+    model: SelfSpeculativeModel, sampler: Sampler, hidden: torch.Tensor, prefixes: Sequence[Sequence[int]]
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Processed scores [few, vocabulary] of hidden states [1, rows, H], a few rows at a time. Each row stands after a
+    prefix of its own, which is looked at only where a processor looks at the tokens before."""
+    few = 1 if sampler.history else ROWS
+    for start in range(0, hidden.shape[1], few):
+        rows = slice(start, min(start + few, hidden.shape[1]))
+        yield rows, sampler.scores(model.head(hidden[:, rows]), prefixes[start] if sampler.history else ())
+
+
+def simulate(trace: Trace, part: Part, num_speculations: int, seed: int = 0) -> Rounds:
     """The rounds of `decoding.decode` on the traced text, counted as it counts them.
 
     Args:
         seed: of the draws of acceptance, where it is a matter of chance.
     """
-    index = trace.exits.index(exit_layer)
-    chance, n = trace.chance[index], trace.chance.shape[1]
-    agrees = np.random.default_rng(seed).random(n) < chance
-    runs = _runs(agrees.tolist())
+    index = trace.parts.index(part)
+    _, n, depths = trace.chance.shape
+    agrees = (np.random.default_rng(seed).random((n, 1)) < trace.chance[index]).tolist()
     result = Rounds()
     done = 1  # tokens written; the first comes from the prefill
     while done < n:
         limit = max(0, min(num_speculations, trace.budget - done - 1, trace.positions - done))
-        right = runs[done]
-        accepted = min(right, limit)
+        accepted = 0
+        while accepted < min(limit, n - done) and agrees[done + accepted][min(accepted, depths - 1)]:
+            accepted += 1
         length = limit
-        if trace.closed and right >= n - done:  # the draft ends with the id that ends the text
-            length = min(limit, n - done)
-        elif right < limit and done + right < n:
-            length = min(limit, right + int(trace.wrong_length[index, done + right]))
+        if trace.closed and accepted == n - done:  # the draft ends with the id that ends the text
+            length = n - done
+        elif accepted < limit and done + accepted < n:
+            wrong_length = trace.wrong_length[index, done + accepted, min(accepted, depths - 1)]
+            length = min(limit, accepted + int(wrong_length))
         left = n - done
         ended = accepted >= left  # the end lies among the accepted drafts
         result.rounds += 1
@@ -233,11 +283,3 @@ def simulate(trace: Trace, exit_layer: int, num_speculations: int, seed: int = 0
         done += min(accepted + 1, left)
     result.decode_tokens = max(0, n - 1 - trace.closed)
     return result
-
-
-def _runs(agrees: Sequence[bool]) -> list[int]:
-    """How many places in a row agree, from each place on."""
-    runs = [0] * (len(agrees) + 1)
-    for i in range(len(agrees) - 1, -1, -1):
-        runs[i] = runs[i + 1] + 1 if agrees[i] else 0
-    return runs

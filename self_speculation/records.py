@@ -49,7 +49,7 @@ RUN_COLUMNS = (
 )
 """Columns of `runs.csv`: a sample's, pooled, with the metrics as JSON in the last."""
 
-UNCOMPARED = {"output_dir", "resume", "debug", "streamer", "verbosity"}
+UNCOMPARED = {"output_dir", "resume", "debug", "streamer", "verbosity", "n_trials", "timeout"}
 """Settings that may differ between a run and its resumption: they do not change its rows."""
 
 _STEM = re.compile(r"(\w+_\d{8}-\d{6}(?:-\d+)?)(?=$|[._])")

@@ -80,7 +80,7 @@ def start(script: str, argv: list[str], processes: int = 1) -> subprocess.Popen[
 
 def tables(out: Path, script: str) -> dict[str, pd.DataFrame]:
     """The tables of the only run in `out`: "" is the script's own, others go by their suffix."""
-    stem = next(out.glob(f"{script}_*.json")).stem
+    stem = min((path.stem for path in out.glob(f"{script}_*.json")), key=len)
     return {path.stem.removeprefix(stem).strip("_"): pd.read_csv(path) for path in out.glob(f"{stem}*.csv")}
 
 

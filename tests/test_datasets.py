@@ -58,6 +58,9 @@ def test_prompt_formats():
     bench = take("mt_bench", random_shuffle=False)[2]
     assert bench.messages == [{"role": "user", "content": bench.prompt}] and len(bench.follow_ups) == 1
     assert bench.reference == "Cleo is the shortest." and take("mt_bench", random_shuffle=False)[0].reference is None
+    share = take("sharegpt_gpt4", random_shuffle=False)[4]
+    assert share.messages == [{"role": "user", "content": share.prompt}] and share.reference.startswith("A list can be")
+    assert share.follow_ups == ["When would you use a tuple?"]
 
 
 def test_chats(tmp_path):

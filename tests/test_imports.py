@@ -15,10 +15,11 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"distributed", "modeling", "loading", "adapters"},
     {"drafters", "sampling", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},
-    {"cli", "records", "responses", "scores", "costs", "prediction", "grid", "task_settings", "training"},
+    {"cli", "records", "responses", "scores", "costs", "prediction", "skip_scores", "skip_search", "skip_sets", "study",
+     "grid", "task_settings", "training"},
     {"auto", "generation", "hf_generate", "peers", "strategies", "trace_page"},
-    {"benchmarking", "correctness", "evaluating", "harness", "search", "sweeping"},
-]
+    {"benchmarking", "correctness", "evaluating", "harness", "searching", "sweeping"},
+]  # fmt: skip
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

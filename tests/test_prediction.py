@@ -95,7 +95,7 @@ def test_stop_string(loaded):
 
 
 def by_hand(chance, **changes):
-    chance = np.array([chance], dtype=float)
+    chance = np.array(chance, dtype=float)[None, :, None]
     made = {"closed": False, "budget": chance.shape[1], "positions": 1000, "exact": True}
     return Trace((4,), chance, np.full(chance.shape, NEVER), **{**made, **changes})
 

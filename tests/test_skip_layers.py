@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
+from self_speculation import auto, skip_sets
 from self_speculation.config import GenerationConfig, RunError, UsageError
 from self_speculation.drafters.draft_exit import AdaptiveDraftExit, make_draft_exit
 from self_speculation.generation import Generator
-from self_speculation.loading import Loaded
+from self_speculation.loading import Loaded, fingerprint
 from self_speculation.modeling import SelfSpeculativeModel, SkipSet
 from tests.folders import byte_tokenizer, tiny_llama
 
@@ -86,12 +87,50 @@ def test_unusable_skip_sets(loaded, settings, message):
 def test_skip_sets_from_a_file(loaded, tmp_path):
     path = tmp_path / "skip_layer_ids.json"
     path.write_text(json.dumps({"attn": [1, 4], "mlp": [2]}))
-    generator = answer(loaded, skip_layers=str(path))
+    generator = answer(loaded, skip_layers=str(path), num_speculations=3)
     assert generator.drafter.skip == SkipSet.of([1, 4], [2])
     assert generator.columns()["skip_attn"] == (1, 4)
     path.write_text("[1, 2]")
     with pytest.raises(RunError, match="must be JSON"):
-        answer(loaded, skip_layers=str(path))
+        answer(loaded, skip_layers=str(path), num_speculations=3)
+
+
+def test_the_set_found_for_these_weights_is_chosen(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(skip_sets, "FOLDER", tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps({"attn": [0], "mlp": [0], "fingerprint": "of other weights"}))
+    (tmp_path / "b.json").write_text("not JSON")
+    with pytest.raises(UsageError, match="needs a sub-layer to skip"):
+        answer(loaded, drafter="skip_layer", num_speculations=3)
+    ready = {"attn": [1, 4], "mlp": [2], "fingerprint": fingerprint(loaded.model.hf_model)}
+    (tmp_path / "c.json").write_text(json.dumps(ready))
+    assert answer(loaded, drafter="skip_layer", num_speculations=3).drafter.skip == SkipSet.of([1, 4], [2])
+    alone = answer(loaded, drafter="skip_layer", generation_strategy="autoregressive")
+    assert alone.draft_alone.skip == SkipSet.of([1, 4], [2])
+    given = answer(loaded, drafter="skip_layer", skip_mlp_layers="3", num_speculations=3)
+    assert given.drafter.skip == SkipSet.of(mlp=[3])
+
+
+@pytest.mark.parametrize(("speedup", "expected"), [(1.4, 3), (0.9, 0)])
+def test_the_number_of_speculations_is_predicted(loaded, monkeypatch, tmp_path, speedup, expected):
+    monkeypatch.setenv("SELF_SPECULATION_CACHE", str(tmp_path))
+    asked, said = [], []
+    cells = [auto.Cell(None, 3, 0.5, 2.0, speedup, 0.3, 1.1, 0.6), auto.Cell(None, 2, 0.5, 2.0, 0.8, 0.3, 1.1, 0.6)]
+    monkeypatch.setattr(auto, "predict", lambda *given: asked.append(given[2]) or cells)
+    config = GenerationConfig(generation_strategy="self_speculative", skip_mlp_layers="1", sample=False, max_steps=5)
+    for _ in range(2):  # kept for the model and the set
+        generator = Generator(loaded, config, notify=said.append)
+        assert generator.config.num_speculations == expected
+    assert asked == [(SkipSet.of(mlp=[1]),)]
+    assert ("skip set does not pay" in said[0]) == (expected == 0) and "--num_speculations 3" in said[0]
+    assert len(generator(PROMPT).tokens) == 5
+    Generator(loaded, GenerationConfig(generation_strategy="self_speculative", skip_mlp_layers="2"))
+    assert len(asked) == 2
+
+
+def test_a_real_prediction_of_a_skip_set(loaded):
+    cells = auto.predict(loaded, GenerationConfig(sample=False), (SkipSet.of(mlp=[4, 5]),), (1, 4), seconds=0)
+    assert [(cell.exit_layer, cell.num_speculations) for cell in cells] == [(None, 1), (None, 4)]
+    assert all(cell.speedup > 0 and 0 < cell.acceptance_rate <= 1 for cell in cells)
 
 
 def test_threshold_one_drafts_a_single_token_and_zero_the_full_length(loaded):

@@ -43,7 +43,7 @@ class SkipSet:
                 )
         if not len(self):
             raise UsageError("--skip_attn_layers: the skip_layer drafter needs a sub-layer to skip; give "
-                             "--skip_attn_layers, --skip_mlp_layers or --skip_layers FILE")  # fmt: skip
+                             "--skip_attn_layers, --skip_mlp_layers or --skip_layers FILE (search.py)")  # fmt: skip
         if len(self) == 2 * num_layers:
             raise UsageError("--skip_attn_layers: skipping every sub-layer leaves no draft")
 
