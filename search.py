@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from self_speculation import cli, distributed
-from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, RunError, as_dict
+from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, RunError, UsageError, as_dict
 from self_speculation.datasets import DataConfig
 from self_speculation.grid import command
 from self_speculation.skip_search import (
@@ -31,6 +31,8 @@ def main(
     from self_speculation.records import SAMPLE_COLUMNS, RunLog
     from self_speculation.study import SkipStudy
 
+    if model.tp:
+        raise UsageError("--tp True: a search measures one process and shares work among several")
     base = s.base_config(generation, search)
     examples = read_examples(data, run.seed, cli.note)
     loaded = load(model)

@@ -140,7 +140,7 @@ def test_another_model_or_other_samples_are_refused(model, begun, tmp_path, caps
 @pytest.mark.parametrize("flags", [
     {"objective": "quality"}, {"objective_mode": "guess"}, {"objective": "acceptance"}, {"n_trials": 0},
     {"timeout": 0}, {"confirm": -1}, {"depth": 0}, {"drafter": "early_exit"}, {"exit_layer": 2},
-    {"skip_mlp_layers": "1"}, {"num_speculations": 0}, {"draft_exit_threshold": 0.5},
+    {"skip_mlp_layers": "1"}, {"num_speculations": 0}, {"draft_exit_threshold": 0.5}, {"batch_size": 2}, {"tp": True},
 ])  # fmt: skip
 def test_mistakes_are_named_in_one_line(model, tmp_path, capsys, flags):
     assert call("search", arguments(model, tmp_path, **flags)) == 2
