@@ -26,6 +26,7 @@ from self_speculation.config import (
 if TYPE_CHECKING:
     from self_speculation.decoding import Decoded
     from self_speculation.generation import Generator
+    from self_speculation.loading import Loaded
     from self_speculation.records import RunLog
     from self_speculation.trace_page import TracePage
 
@@ -65,6 +66,7 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
             "generate.py answers one prompt at a time; benchmark.py, eval.py and sweep.py decode batches")  # fmt: skip
     require(not (model.tp and prompts.trace), "trace", prompts.trace, "does not go with --tp")
     given = read_prompts(prompts) if distributed.is_main() else []  # a missing file is reported before loading
+    from self_speculation.decoding import check_prompts
     from self_speculation.generation import Generator
     from self_speculation.loading import load
     from self_speculation.records import SAMPLE_COLUMNS, RunLog
@@ -77,11 +79,13 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
     if prompts.compare_autoregressive:
         plain = replace(generation, generation_strategy="autoregressive", drafter=None, exit_layer=-1)
         generators.insert(0, Generator(loaded, plain, seed=run.seed))
+    ids_given = [encode(loaded, prompt) for prompt in given or ()]
+    distributed.on_main(lambda: check_prompts(loaded.model, ids_given))  # before there are files
     log = RunLog("generate", run.output_dir, SAMPLE_COLUMNS, as_dict(model, generation, prompts, run), key=KEY)
     try:
         asked = given if given is not None else ask(prompts.chat)
         for number, prompt in enumerate(distributed.from_main(asked)):
-            ids = loaded.encode_chat(prompt) if isinstance(prompt, list) else loaded.encode(prompt)
+            ids = encode(loaded, prompt)
             answers = [answer(each, ids, number, prompts.streamer, log, page) for each in generators]
             if len(answers) == 2 and distributed.is_main():
                 compare(*answers)
@@ -125,6 +129,11 @@ def _prompts_in(path: str) -> list[str]:
     if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
         raise UsageError(f"--prompt_file {path}: a prompt is empty")
     return prompts
+
+
+def encode(loaded: Loaded, prompt: Prompt) -> list[int]:
+    """A prompt as token ids."""
+    return loaded.encode_chat(prompt) if isinstance(prompt, list) else loaded.encode(prompt)
 
 
 def ask(chat: bool) -> Iterator[Prompt]:

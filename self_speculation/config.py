@@ -194,10 +194,13 @@ class GenerationConfig:
         if self.min_p is not None:
             require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be between 0 and 1")
         if self.repetition_penalty is not None:
-            require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "must be above 0")
+            require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", self.repetition_penalty,
+                    "must be above 0")  # fmt: skip
         if self.no_repeat_ngram_size is not None:
             require(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size", self.no_repeat_ngram_size,
                     "must be 0 or more")  # fmt: skip
+        for token in self.stop_token_ids or ():
+            require(token >= 0, "stop_token_ids", token, "must be 0 or more")
         require_choice("draft_exit_rule", self.draft_exit_rule, DRAFT_EXIT_RULES)
         for name in ("draft_exit_threshold", "draft_exit_alpha", "draft_exit_eps", "draft_exit_b1", "draft_exit_b2"):
             value = getattr(self, name)
@@ -271,7 +274,8 @@ def parse_ids(flag_name: str, text: str) -> tuple[int, ...]:
     ids: set[int] = set()
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         first, dash, last = part.partition("-")
-        require(first.isdigit() and (not dash or last.isdigit()), flag_name, text, "write ids such as 3,5-8")
+        numbers = first.isdecimal() and (not dash or last.isdecimal())
+        require(numbers and int(first) <= int(last or first) < 10_000, flag_name, text, "write ids such as 3,5-8")
         ids.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(ids))
 

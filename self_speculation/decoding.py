@@ -5,7 +5,7 @@ Autoregressive decoding is this loop with a drafter that proposes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,15 @@ class DraftAlone:
         return self.adapter.read(model, tokens, cache)
 
 
+def check_prompts(model: SelfSpeculativeModel, prompts: Iterable[Sequence[int]]) -> None:
+    """Raise `UsageError` when a prompt is empty or leaves no position for a new token."""
+    for prompt in prompts:
+        if not prompt:
+            raise UsageError("the prompt is empty")
+        if len(prompt) >= model.max_positions:
+            raise UsageError(f"the prompt has {len(prompt)} tokens, the model has {model.max_positions} positions")
+
+
 class Text:
     """One text that is being decoded: its tokens, its drafter, when it ends, and what it cost.
 
@@ -93,10 +102,7 @@ class Text:
         observer: Observer | None = None,
         new_cache: Callable[[int], KVCache] | None = None,
     ):
-        if not prompt:
-            raise UsageError("the prompt is empty")
-        if len(prompt) >= model.max_positions:
-            raise UsageError(f"the prompt has {len(prompt)} tokens, the model has {model.max_positions} positions")
+        check_prompts(model, [prompt])
         self.last_position = model.max_positions - 1
         self.capacity = min(len(prompt) + stopper.budget, model.max_positions) + num_speculations + 1
         cache = (new_cache or model.new_cache)(self.capacity)

@@ -308,6 +308,8 @@ def _explained(name: str) -> Iterator[None]:
         raise UsageError(f"--model_args: {error}") from error
     except Exception as error:
         text = " ".join(str(error).split())
+        if "attn_implementation" in text or "FlashAttention" in text:
+            raise UsageError(f"--attn_implementation: {text[:300]}") from error
         if "gated" in text.lower() or "401" in text or "403" in text:
             raise RunError(
                 f"{name}: access is restricted; ask for it on the model's page on the Hugging Face hub, then run "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,9 @@ def test_drafters_see_the_model_through_one_class(path):
     text = path.read_text(encoding="utf-8")
     assert "transformers import" not in text
     assert "backbone" not in text
+
+
+def test_every_package_is_installed():
+    packages = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    (listed,) = re.findall(r"^packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert set(re.findall(r'"(.*?)"', listed)) == packages

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from self_speculation import cli
 from self_speculation.config import ModelConfig, RunConfig, RunError
-from self_speculation.training.config import DataConfig, TrainConfig
+from self_speculation.training.config import AdapterTrainConfig, DataConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-CLASSES = (TrainConfig, DataConfig, ModelConfig, RunConfig)
+CLASSES = (TrainConfig, AdapterTrainConfig, DataConfig, ModelConfig, RunConfig)
 CONFIG = {
     "model_type": "llama", "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
@@ -116,7 +116,8 @@ def test_killed_and_resumed_equals_unbroken(work, optimizer):
         "import os, signal\nfrom self_speculation.training.trainer import Trainer\nimport train, sys\n"
         "step = Trainer.step\ndef dying(self, n):\n    if n == 5:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return step(self, n)\nTrainer.step = dying\n"
-        "train.cli.run(train.main, (train.TrainConfig, train.DataConfig, train.ModelConfig, train.RunConfig))"
+        "train.cli.run(train.main, (train.TrainConfig, train.AdapterTrainConfig, train.DataConfig, train.ModelConfig, "
+        "train.RunConfig))"
     )
     killed = subprocess.run([sys.executable, "-c", script, *flags(work, *more)], cwd=ROOT, capture_output=True)
     assert killed.returncode == -signal.SIGKILL

@@ -32,17 +32,17 @@ LOSS_COLUMNS = (
 def layerskip(train: TrainConfig, data: DataConfig, model: ModelConfig, run: RunConfig) -> None:
     """Train, save the model, and measure its exits."""
     distributed.join()
-    settings = as_dict(train, data, model, run)
+    hf_model, tokenizer = build_model(train, model, data, run.seed)
+    autocast = autocast_for(model, hf_model)
+    if hf_model.dtype == torch.float32:
+        use_blockwise_attention(hf_model)
+    exits = ExitModel(hf_model, model.compile)
+    check_exits(train, len(exits.layers))
+    training, held_out = token_files(data, tokenizer)
+    settings = as_dict(train, data, model, run)  # what is wrong with the input is known before there are files
     log = RunLog("train", run.output_dir, LOSS_COLUMNS, settings, train.resume, key=("step", "split"))
+    names = {"model": model.model or train.config, "data": data.data}
     try:
-        hf_model, tokenizer = build_model(train, model, data, run.seed)
-        autocast = autocast_for(model, hf_model)
-        if hf_model.dtype == torch.float32:
-            use_blockwise_attention(hf_model)
-        exits = ExitModel(hf_model, model.compile)
-        check_exits(train, len(exits.layers))
-        training, held_out = token_files(data, tokenizer)
-        names = {"model": model.model or train.config, "data": data.data}
         trainer = Trainer(
             train, exits, build_optimizers(exits, train), training, held_out, log.stem, run.seed, autocast,
             lambda row: log.write({**names, **row}),

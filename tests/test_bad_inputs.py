@@ -1,0 +1,195 @@
+"""Misuse of every script: one line that begins with `error:`, exit code 2 or 1, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, call, save_exit_friendly
+
+SPEC = "--generation_strategy self_speculative"
+ONE = "--prompt x --max_steps 4"
+FEW = "--dataset top_v2 --data_path DATA --num_samples 1 --max_steps 4 --sample False"
+TASK = "--tasks local_math --include_path TASKS --limit 1"
+TEXT = "--model MODEL --data TMP/words.jsonl --held_out 0.5 --sequence_length 16"
+
+# script, arguments, exit code, what the line says. MODEL, DATA, TASKS and TMP stand for folders. --model MODEL is given
+# unless the arguments name one.
+USAGE = [
+    # every script reads its flags alike
+    ("generate", "--prompt x --exit_layr 3", "did you mean --exit_layer?"),
+    ("generate", "--prompt x --temp 0.5", "unknown flag --temp"),
+    ("benchmark", f"{FEW} --exit-layers 3", "did you mean --exit_layer"),
+    ("sweep", f"{FEW} --exit_layer_frist 3", "did you mean --exit_layer_first?"),
+    ("eval", f"{TASK} --num_few_shot 3", "did you mean --num_fewshot?"),
+    ("correctness", f"{FEW} --top 3", "unknown flag --top"),
+    ("train", f"{TEXT} --learnig_rate 1", "did you mean --learning_rate?"),
+    ("generate", "--prompt x stray", "unexpected argument 'stray'"),
+    ("benchmark", "--dataset", "expected one argument"),
+    ("benchmark", "--num_samples 3", "--dataset"),
+    ("benchmark", f"{FEW} --seed -1", "--seed -1"),
+    ("benchmark", f"{FEW} --seed nine", "invalid int value: 'nine'"),
+    ("generate", f"{ONE} --sample maybe", "maybe"),
+    # how to generate
+    ("generate", f"{ONE} --exit_layer 0", "--exit_layer 0"),
+    ("generate", f"{ONE} {SPEC} --exit_layer 6", "between 1 and 5"),
+    ("generate", f"{ONE} --exit_layer 77", "between 1 and 5"),
+    ("benchmark", f"{FEW} {SPEC} --exit_layer 6", "between 1 and 5"),
+    ("eval", f"{TASK} {SPEC} --exit_layer 6", "between 1 and 5"),
+    ("correctness", f"{FEW} {SPEC} --exit_layer 6", "between 1 and 5"),
+    ("generate", f"{ONE} {SPEC} --num_speculations -2", "--num_speculations -2"),
+    ("generate", f"{ONE} --generation_strategy greedy", "choose one of autoregressive, self_speculative"),
+    ("generate", f"{ONE} --drafter early_exit+", "--drafter"),
+    ("generate", f"{ONE} --drafter prompt_lookup", "add --generation_strategy self_speculative"),
+    ("generate", f"{ONE} --top_p 0", "--top_p 0.0"),
+    ("generate", f"{ONE} --top_p nan", "--top_p nan"),
+    ("generate", f"{ONE} --temperature inf", "--temperature inf"),
+    ("generate", f"{ONE} --temperature nan", "--temperature nan"),
+    ("generate", f"{ONE} --repetition_penalty 0", "--repetition_penalty 0.0"),
+    ("generate", f"{ONE} --repetition_penalty inf", "--repetition_penalty inf"),
+    ("generate", f"{ONE} --min_p 1.5", "--min_p 1.5"),
+    ("generate", f"{ONE} --no_repeat_ngram_size -1", "--no_repeat_ngram_size -1"),
+    ("generate", f"{ONE} --stop_words ''", "--stop_words"),
+    ("generate", f"{ONE} --stop_token_ids -4", "--stop_token_ids -4"),
+    ("generate", f"{ONE} --stop_token_ids x", "invalid int value"),
+    ("generate", f"{ONE} {SPEC} --skip_attn_layers 2-", "write ids such as 3,5-8"),
+    ("generate", f"{ONE} {SPEC} --skip_attn_layers 0-9999999999", "--skip_attn_layers 0-9999999999"),
+    ("generate", f"{ONE} {SPEC} --skip_attn_layers 5-2", "--skip_attn_layers 5-2"),
+    ("generate", f"{ONE} {SPEC} --skip_mlp_layers 6", "6"),
+    ("generate", f"{ONE} {SPEC} --drafter skip_layer", "skip"),
+    ("generate", f"{ONE} {SPEC} --skip_layers TMP/skip.json --skip_attn_layers 1", "not both"),
+    ("generate", f"{ONE} {SPEC} --exit_layer 2 --draft_exit_threshold 2", "--draft_exit_threshold 2.0"),
+    ("generate", f"{ONE} --dtype int8", "--dtype int8"),
+    ("generate", f"{ONE} --device gpu", "--device gpu"),
+    ("generate", f"{ONE} --device cuda:99", "--device cuda:99"),
+    ("generate", f"{ONE} --model_args '{{'", "not valid JSON"),
+    ("generate", f"{ONE} --model_args nonsense=1", "nonsense"),
+    ("generate", f"{ONE} --attn_implementation magic", "--attn_implementation"),
+    # prompts
+    ("generate", "--prompt ''", "the prompt is empty"),
+    ("generate", "--prompt x --prompt_file y", "either --prompt or --prompt_file"),
+    ("generate", "--prompt_file TMP/empty.txt", "empty"),
+    ("generate", "--prompt_file TMP/long.txt --max_steps 4", "positions"),
+    ("generate", f"{ONE} --streamer loud", "--streamer loud"),
+    ("generate", f"{ONE} --trace TMP/page.pdf", "ends in .html"),
+    # data
+    ("benchmark", "--dataset wikitext", "--dataset wikitext"),
+    ("benchmark", f"{FEW} --num_samples 0", "--num_samples 0"),
+    ("benchmark", f"{FEW} --n_shot 2", "has no shots"),
+    ("benchmark", f"{FEW} --n_shot -1", "--n_shot -1"),
+    ("benchmark", f"{FEW} --template hello", "must contain {message}"),
+    ("benchmark", "--dataset custom_jsonl", "--data_path"),
+    # comparing, sweeping, checking
+    ("benchmark", f"{FEW} --compare magic", "magic"),
+    ("benchmark", f"{FEW} --compare early_exit:exit_layer=9", "between 1 and 5"),
+    ("benchmark", f"{FEW} --compare early_exit:depth=2", "there is no setting depth"),
+    ("benchmark", f"{FEW} --compare early_exit:exit_layer=two", "wrong kind"),
+    ("benchmark", f"{FEW} --compare prompt_lookup,prompt_lookup", "named once"),
+    ("sweep", f"{FEW} --exit_layer_first 0", "--exit_layer_first 0"),
+    ("sweep", f"{FEW} --exit_layer_first 9", "between 1 and 5"),
+    ("sweep", f"{FEW} --exit_layer_step 0", "--exit_layer_step 0"),
+    ("sweep", f"{FEW} --num_speculations_first 5 --num_speculations_last 2", "--num_speculations_last 2"),
+    ("sweep", f"{FEW} --predict True --adaptive_draft_exit", "--predict True"),
+    ("correctness", f"{FEW} {SPEC} --exit_layer two", "invalid int value"),
+    # evaluating
+    ("eval", "", "--tasks"),
+    ("eval", "--tasks nonsense_task --include_path TASKS", "nonsense_task"),
+    ("eval", f"{TASK} --limit -3", "--limit -3"),
+    ("eval", f"{TASK} --limit 2.5", "whole number"),
+    ("eval", f"{TASK} --gen_kwargs nonsense", "--gen_kwargs nonsense"),
+    ("eval", f"{TASK} --gen_kwargs beam=4", "beam"),
+    ("eval", f"{TASK} --batch_size 0", "--batch_size 0"),
+    ("eval", f"{TASK} --fewshot_as_multiturn True", "--apply_chat_template"),
+    # training
+    ("train", "--model MODEL", "--data"),
+    ("train", f"{TEXT} --config CONFIG", "either --config"),
+    ("train", f"{TEXT} --held_out 1", "--held_out 1.0"),
+    ("train", f"{TEXT} --layer_dropout 1", "--layer_dropout 1.0"),
+    ("train", f"{TEXT} --exit_curriculum sideways", "--exit_curriculum sideways"),
+    ("train", f"{TEXT} --exit_curriculum draft", "--draft_exits"),
+    ("train", f"{TEXT} --exit_curriculum random --draft_exits 2,6", "--draft_exits 2,6"),
+    ("train", f"{TEXT} --train_steps 0", "--train_steps 0"),
+    ("train", f"{TEXT} --learning_rate nan", "--learning_rate nan"),
+    ("train", f"{TEXT} --learning_rate -1", "--learning_rate -1"),
+    ("train", f"{TEXT} --dtype float16", "--dtype float16"),
+]
+RUN = [
+    ("generate", f"{ONE} --model TMP/nowhere", "no such folder"),
+    ("generate", f"{ONE} --model TMP/text.txt", "a model is a folder"),
+    ("generate", f"{ONE} --model TMP", "without config.json"),
+    ("generate", f"{ONE} --model TMP/wrong.gguf", "not a GGUF file"),
+    ("generate", f"{ONE} --model nosuch", "nosuch"),
+    ("generate", f"{ONE} --model owner/nosuch", "hub"),
+    ("generate", "--prompt_file TMP/missing.txt", "No such file"),
+    ("generate", "--prompt_file TMP/wrong.jsonl", "field prompt"),
+    ("generate", "--prompt_file TMP/wrong.gguf --max_steps 2", "not a text file"),
+    ("generate", f"{ONE} --output_dir TMP/text.txt", "--output_dir"),
+    ("generate", f"{ONE} --trace TMP/nowhere/page.html", "--trace"),
+    ("generate", f"{ONE} {SPEC} --skip_layers TMP/missing.json", "--skip_layers"),
+    ("generate", f"{ONE} {SPEC} --skip_layers TMP/text.txt", "--skip_layers"),
+    ("benchmark", "--dataset top_v2 --data_path TMP/nowhere", "--data_path"),
+    ("benchmark", "--dataset top_v2 --data_path TMP/wrong.jsonl", "column"),
+    ("benchmark", "--dataset custom_jsonl --data_path TMP/torn.jsonl", "torn.jsonl"),
+    ("benchmark", f"{FEW} --resume TMP/nothing.csv", "--resume"),
+    ("sweep", f"{FEW} --resume TMP/nothing.csv", "--resume"),
+    ("correctness", f"{FEW} {SPEC} --exit_layer 2 --resume TMP/nothing.csv", "--resume"),
+    ("eval", "--tasks local_math --include_path TMP/nowhere", "--include_path"),
+    ("train", "--model MODEL --data TMP/nowhere.txt", "--data"),
+    ("train", "--model MODEL --data TMP/empty.txt", "--data"),
+    ("train", "--config TMP/text.txt --data TMP/text.txt --model ''", "--config"),
+    ("train", f"{TEXT} --resume TMP/nothing", "--resume"),
+]
+CASES = [(script, given, 2, says) for script, given, says in USAGE] + [
+    (script, given, 1, says) for script, given, says in RUN
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    """A model, and files that are wrong in many ways."""
+    tmp = tmp_path_factory.mktemp("files")
+    (tmp / "empty.txt").write_text("\n")
+    (tmp / "text.txt").write_text("some words of text, " * 200)
+    (tmp / "words.jsonl").write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(400)))
+    (tmp / "long.txt").write_text("x" * 1100)
+    (tmp / "wrong.jsonl").write_text('{"a": 1}\n')
+    (tmp / "torn.jsonl").write_text('{"prompt": "a"}\n{"prom')
+    (tmp / "wrong.gguf").write_bytes(b"\xff\xfe\x00hello")
+    (tmp / "skip.json").write_text(json.dumps({"attn": [1], "mlp": []}))
+    model = save_exit_friendly(tmp_path_factory.mktemp("model"))
+    return {
+        "CONFIG": str(model / "config.json"), "MODEL": str(model), "DATA": str(ROOT / "data"),
+        "TASKS": str(ROOT / "data" / "tasks"), "TMP": str(tmp),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "given", "code", "says"), CASES, ids=[f"{c[0]} {c[1]}" for c in CASES])
+def test_a_mistake_is_one_line(places, tmp_path, capsys, monkeypatch, script, given, code, says):
+
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    logs = tmp_path / "logs"
+    arguments = shlex.split(given)
+    if "--model" not in arguments and script != "train":
+        arguments += ["--model", "MODEL"]
+    if "--output_dir" not in arguments:
+        arguments += ["--output_dir", str(logs)]
+    for name, place in places.items():
+        arguments = [argument.replace(name, place) for argument in arguments]
+    found = call(script, arguments)
+    out, err = capsys.readouterr()
+    bar = re.compile(r"\[\d\d:\d\d")
+    lines = [line for line in err.splitlines() if line.strip() and not bar.search(line)]
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], err
+    assert all(line.startswith("note: ") for line in lines[:-1]), err
+    assert says in lines[-1]
+    assert (found, out) == (code, ""), err
+    assert "(--debug shows where)" not in err, "a fault of ours, not foreseen"
+    left = [path for path in logs.rglob("*") if path.is_file()] if Path(logs).is_dir() else []
+    assert not left, left
