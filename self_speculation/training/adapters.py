@@ -122,34 +122,18 @@ def train_adapter(
 ) -> None:
     """Train an adapter, measure it, and save it."""
     distributed.join()
-    settings = as_dict(train, adapter, data, model, run)
+    loaded = load(model)
+    shape = adapter_shape(adapter, loaded)
+    source, held_out = sources(loaded, adapter, data, train, run.seed)
+    made = new_adapter(loaded, adapter, shape, source, run.seed)
+    settings = as_dict(train, adapter, data, model, run)  # what is wrong with the input is known before there are files
     log = RunLog("train", run.output_dir, COLUMNS, settings, train.resume, key=("step", "split"))
-    rows: list[Row] = []
+    names = {"model": loaded.name, "data": data.data, "kind": shape.kind, "exit_layer": shape.exit_layer}
     try:
-        if adapter.own_text and adapter.prompt_tokens >= data.sequence_length:
-            raise UsageError(
-                f"--prompt_tokens {adapter.prompt_tokens}: must be below --sequence_length {data.sequence_length}"
-            )
-        loaded = load(model)
-        shape = adapter_shape(adapter, loaded)
-        source, held_out = sources(loaded, adapter, data, train, run.seed)
-        torch.manual_seed(run.seed)
-        made = AdapterModel(
-            loaded.model.hf_model, shape, draft_vocabulary(source, adapter.draft_vocabulary, loaded),
-            autocast(loaded), adapter.scored_positions, adapter.regression, adapter.drifted,
-        )  # fmt: skip
-        if shape.kind == "feature":
-            count = min(FIT_SEQUENCES, len(source))
-            made.fit([to_device(made.model, source.batch([number * len(source) // count])) for number in range(count)])
-        names = {"model": loaded.name, "data": data.data, "kind": shape.kind, "exit_layer": shape.exit_layer}
-
-        def write(row: Row) -> None:
-            rows.append(row)
-            log.write({**names, **row})
-
         trainer = AdapterTrainer(
-            train, made, build_optimizers(made, train), source, held_out, log.stem, run.seed, autocast(loaded), write
-        )
+            train, made, build_optimizers(made, train), source, held_out, log.stem, run.seed, autocast(loaded),
+            lambda row: log.write({**names, **row}),
+        )  # fmt: skip
         trainer.source = source
         trainer.resume()
         trainer.run()
@@ -165,6 +149,21 @@ def train_adapter(
     if distributed.is_main():
         plot_agreement(picture, table, f"{loaded.name}: {shape.kind}")
     cli.note(f"losses in {log.path}, agreement over tokens in {picture}")
+
+
+def new_adapter(
+    loaded: Loaded, config: AdapterTrainConfig, shape: AdapterShape, source: Source, seed: int
+) -> AdapterModel:
+    """The adapter before training."""
+    torch.manual_seed(seed)
+    made = AdapterModel(
+        loaded.model.hf_model, shape, draft_vocabulary(source, config.draft_vocabulary, loaded), autocast(loaded),
+        config.scored_positions, config.regression, config.drifted,
+    )  # fmt: skip
+    if shape.kind == "feature":
+        count = min(FIT_SEQUENCES, len(source))
+        made.fit([to_device(made.model, source.batch([number * len(source) // count])) for number in range(count)])
+    return made
 
 
 def adapter_shape(adapter: AdapterTrainConfig, loaded: Loaded) -> AdapterShape:
@@ -191,6 +190,10 @@ def sources(
     if not adapter.own_text:
         training, held_out = token_files(data, loaded.tokenizer)
         return TextSource(training), TextSource(held_out)
+    if adapter.prompt_tokens >= data.sequence_length:
+        raise UsageError(
+            f"--prompt_tokens {adapter.prompt_tokens}: must be below --sequence_length {data.sequence_length}"
+        )
     if adapter.own_batch < 2:
         raise UsageError(f"--own_batch {adapter.own_batch}: must be 2 or more, as one text of a batch is held out")
     text = own_text(loaded, adapter, data, seed)
