@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from self_speculation import cli, distributed
-from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, RunError, UsageError, as_dict
+from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, RunError, UsageError, as_dict, require
 from self_speculation.datasets import DataConfig
 from self_speculation.grid import command
 from self_speculation.skip_search import (
@@ -36,11 +36,13 @@ def main(
     base = s.base_config(generation, search)
     examples = read_examples(data, run.seed, cli.note)
     loaded = load(model)
+    layers = loaded.model.num_layers
+    require(search.min_skipped < 2 * layers, "min_skipped", search.min_skipped,
+            f"must be below {2 * layers}: {loaded.name} has that many sub-layers, and one must stay")  # fmt: skip
     samples = prepare(loaded, examples, base.max_steps or 1)
     log = RunLog("search", run.output_dir, TRIAL_COLUMNS, as_dict(model, data, generation, search, run), search.resume,
                  "trial")  # fmt: skip
     folder = log.stem.parent
-    layers = loaded.model.num_layers
     task = s.Task(loaded, base, search, samples, [], run.seed)
     name = search.study_name or f"{loaded.name}_{data.dataset}_{search.objective}_{search.objective_mode}"
     storage = search.storage or str(folder / "search.db")

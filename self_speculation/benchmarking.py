@@ -11,13 +11,17 @@ import torch
 
 from . import datasets, distributed, metrics
 from .config import GenerationConfig
-from .costs import Costs, measure_costs
+from .costs import RoundCosts, measure_costs
 from .datasets import DataConfig, Example
 from .decoding import Decoded
+from .drafters.layers import SkipLayerDrafter
 from .generation import Generator
 from .loading import Loaded
+from .modeling import SkipSet
+from .prediction import Part
 from .records import SAMPLE_COLUMNS, RunLog
 from .sampling import Sampler
+from .skip_scores import measure_skip_costs
 from .strategies import AUTOREGRESSIVE, Strategy
 
 Row = dict[str, Any]
@@ -274,19 +278,21 @@ def _columns(columns: dict[str, tuple[list[Any], str]]) -> str:
 
 
 def explain(loaded: Loaded, strategy: Strategy, sample: Sample, pool: Row) -> list[str]:
-    """What an early-exit strategy's rounds cost and what acceptance would pay for them; [] for others and batches.
+    """What the rounds of an early exit or a skip set cost and what acceptance would pay for them; [] for other
+    strategies and for batches.
 
     The costs are measured on the spot, on the sample's prompt.
     """
     generator, rate = strategy.generator, pool.get("acceptance_rate")
-    if not isinstance(generator, Generator) or generator.config.drafter != "early_exit" or rate is None:
+    if not isinstance(generator, Generator) or rate is None or generator.config.batch_size > 1:
         return []
-    if generator.config.batch_size > 1:
+    part, other = _part(generator)
+    if part is None:
         return []
-    exit_layer, length = generator.config.exit_layer, generator.config.num_speculations
-    costs = round_costs(loaded, generator.config, sample.ids, [exit_layer], [length])
-    draft, verify = costs.draft_step(exit_layer, length), costs.verification(exit_layer, length)
-    even = costs.break_even(exit_layer, length)
+    length = generator.config.num_speculations
+    costs = round_costs(loaded, generator.config, sample.ids, [part], [length])
+    draft, verify = costs.draft_step(part, length), costs.verification(part, length)
+    even = costs.break_even(part, length)
     lines = [
         f"{strategy.name}: a step of the whole model takes {1e3 * costs.step:.1f} ms, a draft step {1e3 * draft:.1f} "
         f"ms, verifying {length} drafts {1e3 * verify:.1f} ms; acceptance {rate:.1%}, break-even {even:.1%}"
@@ -295,18 +301,33 @@ def explain(loaded: Loaded, strategy: Strategy, sample: Sample, pool: Row) -> li
     if rate < even if speedup is None else speedup < 1:
         lines.append(
             f"warning: {strategy.name}: acceptance is too low for what a round costs, so this is slower than "
-            "autoregressive decoding; use a model trained for early exit, another --exit_layer, or fewer "
-            "--num_speculations"
+            f"autoregressive decoding; {other}, or fewer --num_speculations"
         )
     return lines
 
 
+def _part(generator: Generator) -> tuple[Part | None, str]:
+    """The part of the model that drafts, None where no such part drafts alone, and what to take in its place."""
+    if generator.config.drafter == "early_exit":
+        return generator.config.exit_layer, "use a model trained for early exit, another --exit_layer"
+    if generator.config.drafter == "skip_layer" and isinstance(generator.drafter, SkipLayerDrafter):
+        return generator.drafter.skip, "use a set that search.py finds"
+    return None, ""
+
+
 def round_costs(
-    loaded: Loaded, config: GenerationConfig, ids: Sequence[int], exits: Sequence[int], lengths: Sequence[int],
+    loaded: Loaded, config: GenerationConfig, ids: Sequence[int], parts: Sequence[Part], lengths: Sequence[int],
     seconds: float = 2.0,
-) -> Costs:  # fmt: skip
-    """Measured costs after the prompt `ids`, shortened where the model's positions leave no room for a draft."""
+) -> RoundCosts:  # fmt: skip
+    """Measured costs after the prompt `ids`, shortened where the model's positions leave no room for a draft.
+
+    Args:
+        parts: exit layers, or one skip set.
+    """
     model = loaded.model
     sampler = Sampler(config, device=model.device, vocab_limit=len(loaded.tokenizer))
-    room = max(1, model.max_positions - max(lengths) - 1)
-    return measure_costs(model, sampler, list(ids)[:room], exits, lengths, seconds=seconds)
+    tokens = list(ids)[: max(1, model.max_positions - max(lengths) - 1)]
+    exits = [part for part in parts if not isinstance(part, SkipSet)]
+    if not exits:
+        return measure_skip_costs(model, sampler, tokens, lengths, seconds)
+    return measure_costs(model, sampler, tokens, exits, lengths, seconds=seconds)

@@ -48,6 +48,7 @@ def base_config(config: GenerationConfig, search: SearchConfig) -> GenerationCon
         config.exit_layer == -1, "exit_layer", config.exit_layer, "a search is for skip_layer, which runs to the end"
     )
     require(config.num_speculations != 0, "num_speculations", 0, "a search needs drafts; -1 chooses the number")
+    require(config.max_steps != 1, "max_steps", 1, "the first token is never drafted; allow more")
     require(config.batch_size == 1, "batch_size", config.batch_size, "a search is for one prompt at a time")
     for name in ("skip_attn_layers", "skip_mlp_layers", "skip_layers"):
         require(getattr(config, name) is None, name, getattr(config, name), "a search finds this")

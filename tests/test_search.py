@@ -68,6 +68,7 @@ def test_a_search_leaves_everything_one_needs(model, tmp_path, capsys):
     command = shlex.split(shown.strip().splitlines()[-1])
     assert command[:2] == ["python", "benchmark.py"] and command[command.index("--skip_layers") + 1] == str(path)
     assert call("benchmark", command[2:]) == 0  # the printed command runs
+    assert "skip_layer: a step of the whole model takes" in capsys.readouterr().out
     rows = tables(tmp_path, "benchmark")[""]
     drafted = rows[rows.strategy == "skip_layer"]
     assert drafted.accepted.sum() == own.accepted.sum() and drafted.drafted.sum() == own.drafted.sum()
@@ -135,23 +136,6 @@ def test_another_model_or_other_samples_are_refused(model, begun, tmp_path, caps
     message = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert len(message) == 1 and named in message[0] and "--study_name" in message[0]
     assert study_of(begun.parent, "mine").user_attrs["made_with"]["model"] == str(model)
-
-
-@pytest.mark.parametrize("flags", [
-    {"objective": "quality"}, {"objective_mode": "guess"}, {"objective": "acceptance"}, {"n_trials": 0},
-    {"timeout": 0}, {"confirm": -1}, {"depth": 0}, {"drafter": "early_exit"}, {"exit_layer": 2},
-    {"skip_mlp_layers": "1"}, {"num_speculations": 0}, {"draft_exit_threshold": 0.5}, {"batch_size": 2}, {"tp": True},
-])  # fmt: skip
-def test_mistakes_are_named_in_one_line(model, tmp_path, capsys, flags):
-    assert call("search", arguments(model, tmp_path, **flags)) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-def test_unusable_storages(model, tmp_path, capsys):
-    (tmp_path / "file").write_text("not a database, and longer than the header of one")
-    for storage in (tmp_path / "file", "nosuch://host/db", tmp_path):
-        assert call("search", arguments(model, tmp_path, **SMALL, storage=storage)) == 1
-        assert "--storage" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_decoding_every_candidate(model, tmp_path):
