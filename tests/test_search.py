@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import shlex
@@ -33,9 +35,20 @@ def model(tmp_path_factory):
     return save_exit_friendly(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def measure_costs_quickly(monkeypatch):
-    monkeypatch.setattr(searching, "COST_SECONDS", 0.0)
+@pytest.fixture(scope="module", autouse=True)
+def measure_costs_quickly():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "COST_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def searched(model, measure_costs_quickly, tmp_path_factory):
+    """The folder of a finished search whose drafts are followed to their end, and what it printed."""
+    out, printed = tmp_path_factory.mktemp("searched"), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert call("search", arguments(model, out, **SMALL, depth=4, ignore_eos=True)) == 0
+    return out, printed.getvalue()
 
 
 def found_set(out):
@@ -48,44 +61,41 @@ def study_of(out, name=None):
     return optuna.load_study(study_name=name or optuna.get_all_study_names(storage)[0], storage=storage)
 
 
-def test_a_search_leaves_everything_one_needs(model, tmp_path, capsys):
-    assert call("search", arguments(model, tmp_path, **SMALL)) == 0
-    found = tables(tmp_path, "search")
+def test_a_search_leaves_everything_one_needs(searched, capsys):
+    out, shown = searched
+    found = tables(out, "search")
     trials, samples, harms, evens = (found[name] for name in ("", "samples", "sensitivity", "break_even"))
     assert tuple(trials.columns) == TRIAL_COLUMNS and list(trials.trial) == list(range(14))
     assert (trials.best_value == trials.value.cummin()).all() and set(trials.origin) <= {"start", "search"}
     assert len(harms) == 2 * LAYERS and harms.agreement.between(0, 1).all()
     assert list(evens.num_speculations) == [1, 2, 3, 4]
     assert (evens.acceptance_reached > evens.acceptance_needed).equals(evens.predicted_speedup > 1)
-    path, chosen = found_set(tmp_path)
+    path, chosen = found_set(out)
     names = list(samples.strategy.unique())
     assert names[0] == "autoregressive" and names[2] == f"{names[1]}_alone" and samples.identical[:1].all()
     own = samples[samples.strategy == names[1]]
     assert chosen["measured"]["acceptance_rate"] == pytest.approx(own.accepted.sum() / own.drafted.sum())
-    assert matplotlib.image.imread(next(tmp_path.glob("search_*.png"))).ndim == 3
-    shown = capsys.readouterr().out
+    assert matplotlib.image.imread(next(out.glob("search_*.png"))).ndim == 3
     assert "acceptance needed" in shown and "draft alone" in shown
     command = shlex.split(shown.strip().splitlines()[-1])
     assert command[:2] == ["python", "benchmark.py"] and command[command.index("--skip_layers") + 1] == str(path)
     assert call("benchmark", command[2:]) == 0  # the printed command runs
     assert "skip_layer: a step of the whole model takes" in capsys.readouterr().out
-    rows = tables(tmp_path, "benchmark")[""]
+    rows = tables(out, "benchmark")[""]
     drafted = rows[rows.strategy == "skip_layer"]
     assert drafted.accepted.sum() == own.accepted.sum() and drafted.drafted.sum() == own.drafted.sum()
     skipped = drafted.skip_attn.fillna("").astype(str).iloc[0]
     assert skipped.removesuffix(".0") == ",".join(map(str, chosen["attn"]))
 
 
-def test_predicted_acceptance_is_that_of_decoding_when_drafts_are_followed_to_their_end(model, tmp_path):
-    flags = {**SMALL, "depth": 4, "ignore_eos": True}
-    assert call("search", arguments(model, tmp_path, **flags)) == 0
-    _, chosen = found_set(tmp_path)
+def test_predicted_acceptance_is_that_of_decoding_when_drafts_are_followed_to_their_end(searched):
+    _, chosen = found_set(searched[0])
     for name in ("acceptance_rate", "tokens_per_round"):
         assert chosen["predicted"][name] == pytest.approx(chosen["measured"][name])
 
 
 def test_a_second_run_adds_up_to_the_total_and_keeps_the_best(model, tmp_path):
-    argv = {**SMALL, "confirm": 0}
+    argv = {**SMALL, "confirm": 0, "num_samples": 1}
     assert call("search", arguments(model, tmp_path, **{**argv, "n_trials": 5})) == 0
     best = study_of(tmp_path).best_value
     time.sleep(1.1)  # the files of a run are named by the second
@@ -98,7 +108,7 @@ def test_a_second_run_adds_up_to_the_total_and_keeps_the_best(model, tmp_path):
 
 
 def test_equal_seeds_try_equal_sets(model, tmp_path):
-    flags = {**SMALL, "objective": "acceptance", "min_skipped": 3, "n_trials": 15, "confirm": 0}
+    flags = {**SMALL, "objective": "acceptance", "min_skipped": 3, "n_trials": 15, "confirm": 0, "num_samples": 1}
     tried = []
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert call("search", arguments(model, tmp_path / out, **flags, seed=seed, random_shuffle=False)) == 0
@@ -112,7 +122,7 @@ ONE = {**SMALL, "n_trials": 1, "confirm": 0, "study_name": "mine"}
 
 
 @pytest.fixture(scope="module")
-def begun(model, tmp_path_factory):
+def begun(model, measure_costs_quickly, tmp_path_factory):
     """A study of one trial."""
     out = tmp_path_factory.mktemp("begun")
     assert call("search", arguments(model, out, **ONE)) == 0
