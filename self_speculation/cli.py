@@ -149,4 +149,5 @@ def _set_up_logging(debug: bool) -> None:
         logging.getLogger(name).setLevel(logging.WARNING if debug else logging.ERROR)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "warning" if debug else "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

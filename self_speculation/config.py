@@ -175,7 +175,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         require_choice("generation_strategy", self.generation_strategy, STRATEGIES)
         for part in self.drafters():
-            require_choice("drafter", part, DRAFTERS)
+            choices = f"choose one of {', '.join(DRAFTERS)}, or a chain such as prompt_lookup+early_exit"
+            require(part in DRAFTERS, "drafter", part, choices)
         require(self.exit_layer == -1 or self.exit_layer >= 1, "exit_layer", self.exit_layer,
                 "must be at least 1 and below the model's number of layers, or -1")  # fmt: skip
         require(self.num_speculations >= -1, "num_speculations", self.num_speculations, "must be -1, 0 or more")

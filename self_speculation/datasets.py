@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import hub
 from .config import RunError, UsageError, flag, require, require_choice
 
 Row = dict[str, Any]
@@ -261,6 +262,7 @@ def _rows(config: DataConfig, source: Source, split: str) -> tuple[Sequence[Row]
 def _hub_rows(name: str, source: Source, split: str) -> tuple[Sequence[Row], list[str]]:
     import datasets
 
+    hub.go_offline_if_unreachable()
     try:
         rows = datasets.load_dataset(source.repository, source.name, split=split, revision=source.revision)
     except Exception as error:  # the hub's client raises many kinds

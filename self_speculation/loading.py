@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from . import distributed
+from . import distributed, hub
 from .config import ModelConfig, RunError, UsageError
 from .modeling import SelfSpeculativeModel
 
@@ -193,6 +193,7 @@ def locate(name: str) -> str:
             f"{name}: no such folder; a model is a folder, a .gguf file, a hub id (owner/name) "
             f"or one of {', '.join(short_names())}"
         )
+    hub.go_offline_if_unreachable()
     return name
 
 

@@ -249,7 +249,9 @@ def _resume(script: str, config: dict[str, Any], resume: str) -> tuple[str, str]
         saved = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
         before, run_id, saved_script = saved["config"], saved["run_id"], saved["script"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"--resume {resume}: no run to resume, {stem}.json cannot be read ({_reason(error)})") from None
+        raise RunError(
+            f"--resume {resume}: no run to resume; a run's CSV has a .json of its name beside it ({_reason(error)})"
+        ) from None
     if saved_script != script:
         raise UsageError(f"--resume {resume}: this is a run of {saved_script}, not of {script}")
     now = json.loads(json.dumps(config, default=str))

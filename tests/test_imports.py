@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "self_speculation"
 LEVELS = [  # each may import from its own and from earlier ones
     {"config"},
-    {"watch"},
+    {"hub", "watch"},
     {"distributed", "modeling", "loading", "adapters"},
     {"drafters", "sampling", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},

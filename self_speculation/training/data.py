@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from .. import distributed
+from .. import distributed, hub
 from ..config import RunError, UsageError
 from ..loading import cache_folder
 from .config import DataConfig
@@ -171,6 +171,7 @@ def _rows(config: DataConfig) -> Iterator[dict[str, Any]]:
     files = local_files(config.data or "")
     try:
         if not files:
+            hub.go_offline_if_unreachable()
             yield from datasets.load_dataset(config.data, config.data_config, split=config.data_split, streaming=True)
         for file in files:
             if file.suffix not in READERS:

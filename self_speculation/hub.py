@@ -1,0 +1,29 @@
+"""The Hugging Face hub, where it can be reached."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import urllib.request
+from urllib.parse import urlsplit
+
+SECONDS = 5.0  # to wait for a connection
+
+
+@functools.cache
+def go_offline_if_unreachable() -> None:
+    """Let the hub's clients use only what is in their caches where no connection to the hub can be made.
+
+    They would try for half a minute first, and say so line by line. Behind a proxy they are left to themselves.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), timeout=SECONDS).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
