@@ -12,8 +12,8 @@ import subprocess
 import time
 
 import matplotlib.image
-import optuna
 import numpy as np
+import optuna
 import pandas as pd
 import pytest
 
