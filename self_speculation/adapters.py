@@ -43,8 +43,8 @@ def load_adapter(model: SelfSpeculativeModel, name: str | None) -> Adapter:
     """The adapter called `name` (a folder, or one under checkpoints/); None finds the one made for the model.
 
     Raises:
-        UsageError: there is none, or it was made for another model.
-        RunError: its files cannot be read.
+        RunError: there is no such folder, or its files cannot be read.
+        UsageError: none was made for this model, or the one named was made for another.
     """
     mine = fingerprint(model.hf_model)
     if name is None:
@@ -79,7 +79,7 @@ def _folder(name: str) -> Path:
         if (folder / ABOUT).is_file():
             return folder
     known = ", ".join(path.parent.name for path in _embedded()) or "none here"
-    raise UsageError(f"--adapter {name}: no folder with {ABOUT} and no adapter's name ({known})")
+    raise RunError(f"--adapter {name}: no folder with {ABOUT} and no adapter's name ({known})")
 
 
 def _about(folder: Path) -> dict[str, Any]:

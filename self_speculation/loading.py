@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -189,9 +190,10 @@ def locate(name: str) -> str:
     if path.is_file():
         raise RunError(f"{name}: a model is a folder, a .gguf file, a hub id or one of {', '.join(short_names())}")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        near = difflib.get_close_matches(name, short_names(), n=1)
         raise RunError(
             f"{name}: no such folder; a model is a folder, a .gguf file, a hub id (owner/name) "
-            f"or one of {', '.join(short_names())}"
+            f"or one of {', '.join(short_names())}" + (f"; did you mean {near[0]}?" if near else "")
         )
     hub.go_offline_if_unreachable()
     return name

@@ -228,7 +228,7 @@ def test_an_adapter_is_found_by_the_model_it_was_made_for(work, trained, monkeyp
 
 def test_broken_adapters_are_refused_in_one_line(work, trained, tmp_path):
     loaded = load(str(work / "model"), dtype="float32")
-    with pytest.raises(UsageError, match="--adapter nothing: no folder with adapter.json"):
+    with pytest.raises(RunError, match="--adapter nothing: no folder with adapter.json"):
         load_adapter(loaded.model, "nothing")
     for name, content in ((adapters.ABOUT, b"{"), (adapters.ABOUT, b'{"kind": "x"}'), (adapters.WEIGHTS, b"torn")):
         folder = tmp_path / f"{len(content)}"
