@@ -19,7 +19,7 @@ from tests.folders import byte_tokenizer, tiny_llama
 ROOT = Path(__file__).parent.parent
 VARYING = (
     "run_id", "timestamp", "rank", "world_size", "prefill_s", "decode_s", "tokens_per_second", "total_time",
-    "time_per_token", "speedup", "predicted_speedup",
+    "time_per_token", "autoregressive_s", "speedup", "predicted_speedup",
 )  # fmt: skip
 """Columns that may differ between equal runs: times, ids of the run, ranks."""
 
