@@ -76,7 +76,7 @@ class Costs(RoundCosts):
         return self._between(self.verify, part, length)
 
     def _between(self, table: Sequence[Sequence[float]], exit_layer: int, length: int) -> float:
-        """`table` at (exit_layer, length), linear between its points; drafts shorter than any measured go to 0."""
+        """`table` at (exit_layer, length), linear between its points, and beyond them as at the nearest."""
         at_exits = [np.interp(length, self.lengths, row) for row in table]
         return float(np.interp(exit_layer, self.exits, at_exits))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import sys
 import urllib.request
 from urllib.parse import urlsplit
 
@@ -16,7 +17,6 @@ def go_offline_if_unreachable() -> None:
 
     They would try for half a minute first, and say so line by line. Behind a proxy they are left to themselves.
     """
-    import datasets
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
@@ -26,4 +26,6 @@ def go_offline_if_unreachable() -> None:
         port = url.port or (80 if url.scheme == "http" else 443)
         socket.create_connection((url.hostname or "", port), timeout=SECONDS).close()
     except OSError:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
+        if (datasets := sys.modules.get("datasets")) is not None:  # it has copied the constant
+            datasets.config.HF_HUB_OFFLINE = True

@@ -90,17 +90,9 @@ class AdapterTrainer(Trainer):
                 loss, cross_entropy, agreement = self.parallel(*inputs, generator)
                 (loss / config.accumulation).backward()
             sums += torch.stack([loss.detach(), cross_entropy, agreement]) / config.accumulation
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.max_grad_norm or float("inf"))
-        rate = self._set_learning_rates(step)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if distributed.world_size() > 1:
-            torch.distributed.all_reduce(sums)
-            sums /= distributed.world_size()
+        update = self._update(step, sums)
         loss, cross_entropy, agreement = sums.tolist()
-        return {"loss": loss, "cross_entropy": cross_entropy, "agreement": agreement, "grad_norm": float(norm),
-                "learning_rate": rate}  # fmt: skip
+        return {"loss": loss, "cross_entropy": cross_entropy, "agreement": agreement, **update}
 
     def inputs(self, source: Source, numbers: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """What `AdapterModel.forward` takes, for these sequences."""

@@ -101,16 +101,21 @@ class Trainer:
                     each = self.parallel(tokens, counted, dropped, config.self_distillation)
                 ((each * scale).sum() / config.accumulation).backward()
             losses += each.detach() / config.accumulation
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.max_grad_norm or float("inf"))
+        update = self._update(step, losses)
+        by_exit = {f"loss_exit_{layer + 1}": loss for layer, loss in zip(counted, losses.tolist(), strict=True)}
+        return {"loss": float((losses * scale).sum()), **update, **by_exit}
+
+    def _update(self, step: int, sums: torch.Tensor) -> Row:
+        """Take the step that the gradients point to, and average `sums` over the processes, in place."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm or float("inf"))
         rate = self._set_learning_rates(step)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if distributed.world_size() > 1:
-            torch.distributed.all_reduce(losses)
-            losses /= distributed.world_size()
-        by_exit = {f"loss_exit_{layer + 1}": loss for layer, loss in zip(counted, losses.tolist(), strict=True)}
-        return {"loss": float((losses * scale).sum()), "grad_norm": float(norm), "learning_rate": rate, **by_exit}
+            torch.distributed.all_reduce(sums)
+            sums /= distributed.world_size()
+        return {"grad_norm": float(norm), "learning_rate": rate}
 
     def _batch(self, step: int, part: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This process's sequences [B, T+1] of a part of a step, and which layers each drops [B, L]."""
