@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from self_speculation.config import GenerationConfig
 from self_speculation.decoding import Decoded
 from self_speculation.loading import Loaded
-from self_speculation.peers import PeerStats
+from self_speculation.peers import Peer, PeerStats
 from self_speculation.sampling import sample_seed
 from self_speculation.stats import now
 from self_speculation.stopping import Stopper
@@ -20,7 +20,7 @@ KINDS = ("economize", "economize_early_exit", "economize_hybrid", "economize_lay
 LOOKUP = 10  # most tokens that a look-up of `economize_hybrid` proposes
 
 
-class EconomizeGenerator:
+class EconomizeGenerator(Peer):
     """Answers prompts with economize, at full length: ends of a text are not looked for.
 
     Args:
@@ -72,14 +72,7 @@ class EconomizeGenerator:
         tokens = decode(budget)
         stats.decode_s = max(0.0, now(device) - started - stats.prefill_s)
         stopper = Stopper(budget=budget, decode=self.loaded.decode)
-        stopper.push(tokens)
-        stats.new_tokens = len(stopper.tokens)
-        return Decoded(stopper.tokens, stopper.text(), stopper.reason or "length", stats)
-
-    def each(self, prompts: Iterable[tuple[object, Sequence[int]]]) -> Iterator[tuple[object, Decoded]]:
-        """Generate from (sample id, prompt) pairs, one after the other."""
-        for sample_id, prompt in prompts:
-            yield sample_id, self(prompt, sample_id=sample_id)
+        return self.answer(tokens, stopper, stats)
 
     def columns(self) -> dict[str, Any]:
         """The settings as columns of a result row; those that do not apply are left out."""

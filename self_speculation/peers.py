@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,27 @@ class PeerStats(Stats):
         return {**super().row(), "rounds": None, "drafted": None, "accepted": None}
 
 
-class PeerGenerator:
+class Peer(ABC):
+    """Another decoder; it answers one prompt at a time."""
+
+    @abstractmethod
+    def __call__(self, prompt: Sequence[int], *, sample_id: object = 0) -> Decoded:
+        """Generate from token ids."""
+
+    def each(self, prompts: Iterable[tuple[object, Sequence[int]]]) -> Iterator[tuple[object, Decoded]]:
+        """Generate from (sample id, prompt) pairs, one after the other."""
+        for sample_id, prompt in prompts:
+            yield sample_id, self(prompt, sample_id=sample_id)
+
+    @staticmethod
+    def answer(tokens: Sequence[int], stopper: Stopper, stats: Stats) -> Decoded:
+        """The new tokens of one prompt, cut where `stopper` ends them."""
+        stopper.push(tokens)
+        stats.new_tokens = len(stopper.tokens)
+        return Decoded(stopper.tokens, stopper.text(), stopper.reason or "length", stats)
+
+
+class PeerGenerator(Peer):
     """Answers prompts with `model.generate`.
 
     Args:
@@ -82,14 +103,7 @@ class PeerGenerator:
                 stats.decode_s = max(0.0, now(device) - started - stats.prefill_s)
         except (AttributeError, TypeError, IndexError, KeyError) as error:
             raise RunError(f"--compare {self.name}: transformers cannot do this with this model ({error})") from error
-        stopper.push(tokens)
-        stats.new_tokens = len(stopper.tokens)
-        return Decoded(stopper.tokens, stopper.text(), stopper.reason or "length", stats)
-
-    def each(self, prompts: Iterable[tuple[object, Sequence[int]]]) -> Iterator[tuple[object, Decoded]]:
-        """Generate from (sample id, prompt) pairs, one after the other."""
-        for sample_id, prompt in prompts:
-            yield sample_id, self(prompt, sample_id=sample_id)
+        return self.answer(tokens, stopper, stats)
 
     def columns(self) -> dict[str, Any]:
         """The settings as columns of a result row; those that do not apply are left out."""
