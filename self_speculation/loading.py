@@ -225,10 +225,12 @@ def choose_dtype(name: str, device: torch.device, model_config: Any) -> torch.dt
 
 
 def _cpu_has_bf16() -> bool:
-    try:
-        return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-    except AttributeError:
-        return False
+    return cpu_has_amx() or bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
+
+
+def cpu_has_amx() -> bool:
+    """Whether the processor multiplies tiles of bfloat16."""
+    return torch.backends.mkldnn.is_available() and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 def cache_folder() -> Path:

@@ -116,6 +116,26 @@ def test_self_distillation_learns_the_last_layers_distribution_and_leaves_it_alo
     assert not model.layers[5].mlp.up_proj.weight.grad.any()
 
 
+def test_the_last_layer_learns_from_the_early_exits_and_leaves_them_alone(tokens):
+    """Deep mutual learning's other direction: `last_mix` of the last layer's target is the exits' mean."""
+    model = exit_model()
+    last = model(tokens, [1, 3, 5], None, 0.0, 0.4)[-1]
+    with torch.no_grad():
+        hidden = model.hidden_states(tokens[:, :-1], [1, 3, 5])
+        first, second, final = (model.backbone.head(hidden[layer]) for layer in (1, 3, 5))
+        soft = -((first.softmax(-1) + second.softmax(-1)) / 2 * final.log_softmax(-1)).sum(-1).mean()
+        data = F.cross_entropy(final.flatten(0, 1), tokens[:, 1:].flatten())
+    assert torch.allclose(last, 0.4 * soft + 0.6 * data)
+    assert torch.equal(model(tokens, [5], None, 0.0, 0.4)[-1], data)  # no early exit to learn from at this step
+    last.backward()
+    weights = model.layers[5].mlp.up_proj.weight
+    assert weights.grad.any()
+    grad = weights.grad.clone()
+    model.zero_grad()
+    model(tokens, [5])[0].backward()
+    assert not torch.allclose(grad, weights.grad)
+
+
 def test_targets_mix():
     logits, teacher = torch.randn(2, 1, 4, 7, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([[1, 2, 3, 4]])

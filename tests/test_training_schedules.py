@@ -108,6 +108,7 @@ def test_learning_rate_warms_up_and_falls_as_a_cosine():
         ("optimizer", "sgd"),
         ("layer_dropout", 1.0),
         ("self_distillation", 1.5),
+        ("last_layer_distillation", 1.0),
         ("rotation", 0),
         ("train_steps", 0),
         ("learning_rate", 0.0),

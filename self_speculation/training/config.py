@@ -66,6 +66,9 @@ class TrainConfig:
     self_distillation: float = flag(
         0.0, "what early exits learn: 0 the data, 1 the last layer's distribution, between them a mix"
     )
+    last_layer_distillation: float = flag(
+        0.0, "share of what the last layer learns that is the enabled early exits' distributions, the rest the data"
+    )
 
     train_steps: int = flag(1000, "optimiser steps")
     max_minutes: float = flag(
@@ -96,6 +99,8 @@ class TrainConfig:
         require_choice("optimizer", self.optimizer, OPTIMIZERS)
         require(0 <= self.layer_dropout < 1, "layer_dropout", self.layer_dropout, "must be at least 0 and below 1")
         require(0 <= self.self_distillation <= 1, "self_distillation", self.self_distillation, "must be from 0 to 1")
+        mutual = self.last_layer_distillation
+        require(0 <= mutual < 1, "last_layer_distillation", mutual, "must be 0 or more and below 1")
         for name in ("rotation", "train_steps", "batch_size", "accumulation", "log_every", "eval_sequences"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
         for name in ("early_exit_scale", "max_minutes", "warmup_steps", "weight_decay", "max_grad_norm", "lora_rank",

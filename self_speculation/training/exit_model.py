@@ -38,7 +38,12 @@ class ExitModel(nn.Module):
         self._dropped: torch.Tensor | None = None
 
     def forward(
-        self, tokens: torch.Tensor, enabled: Sequence[int], dropped: torch.Tensor | None = None, mix: float = 0.0
+        self,
+        tokens: torch.Tensor,
+        enabled: Sequence[int],
+        dropped: torch.Tensor | None = None,
+        mix: float = 0.0,
+        last_mix: float = 0.0,
     ) -> torch.Tensor:
         """Losses of the exits after the `enabled` layers, the last layer's among them and at the end.
 
@@ -47,15 +52,19 @@ class ExitModel(nn.Module):
             enabled: layers l, rising, ending in L-1.
             dropped: [B, L] True where a sample skips a layer (section 4.1.1); None drops nothing.
             mix: what early exits learn: 0 the data, 1 the last layer's distribution.
+            last_mix: what the last layer learns: 0 the data, 1 the mean of the early exits' distributions; with
+                `mix` this is deep mutual learning (arXiv 1706.00384) between the exits.
 
         Returns:
             [len(enabled)] means over all positions.
         """
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         hidden = self.hidden_states(inputs, enabled, dropped)
-        final = self.backbone.head(hidden[enabled[-1]])
-        teacher = final.detach() if mix and len(enabled) > 1 else None
-        losses = [self.loss_of(self.backbone.head(hidden[layer]), labels, teacher, mix) for layer in enabled[:-1]]
+        *early, final = [self.backbone.head(hidden[layer]) for layer in enabled]
+        losses = [self.loss_of(logits, labels, final.detach() if mix else None, mix) for logits in early]
+        if last_mix and early:
+            each = [self.loss_of(final, labels, logits.detach(), last_mix) for logits in early]
+            return torch.stack([*losses, torch.stack(each).mean()])
         return torch.stack([*losses, self.loss_of(final, labels, None, 0.0)])
 
     def hidden_states(
@@ -88,12 +97,12 @@ class ExitModel(nn.Module):
 
 
 def exit_loss(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None, mix: float) -> torch.Tensor:
-    """Cross-entropy of an exit, averaged over positions, against the data and the last layer's distribution.
+    """Cross-entropy of an exit, averaged over positions, against the data and another exit's distribution.
 
     Args:
         logits: [B, T, V] of the exit.
         labels: [B, T] ids that the data has.
-        teacher: [B, T, V] logits of the last layer, without gradient; None for the data alone.
+        teacher: [B, T, V] logits of the other exit, without gradient; None for the data alone.
         mix: weight of the teacher, 0 to 1.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)

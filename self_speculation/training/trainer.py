@@ -98,7 +98,9 @@ class Trainer:
             last = part == config.accumulation - 1
             with contextlib.nullcontext() if last or self.parallel is self.model else self.parallel.no_sync():
                 with self.autocast():
-                    each = self.parallel(tokens, counted, dropped, config.self_distillation)
+                    each = self.parallel(
+                        tokens, counted, dropped, config.self_distillation, config.last_layer_distillation
+                    )
                 ((each * scale).sum() / config.accumulation).backward()
             losses += each.detach() / config.accumulation
         update = self._update(step, losses)
