@@ -39,8 +39,9 @@ def main(
     if data.dataset == "human_eval" and not benchmark.allow_code_execution:
         cli.note("pass@1 is left out; it needs --allow_code_execution True, which runs programs the model wrote")
     loaded = load(model)
-    strategies = make_strategies(loaded, parsed, seed=run.seed, notify=cli.note)
     samples = prepare(loaded, examples, generation.resolved().max_steps or 1)
+    prompts = [sample.ids for sample in samples]
+    strategies = make_strategies(loaded, parsed, seed=run.seed, notify=cli.note, prompts=prompts)
     config = as_dict(model, data, generation, benchmark, run)
     log = RunLog("benchmark", run.output_dir, SAMPLE_COLUMNS, config, resume=benchmark.resume, key=KEY)
     try:

@@ -1,4 +1,6 @@
-"""What `--exit_layer -1` and `--num_speculations -1` mean: the best cell of a prediction on a few built-in prompts.
+"""What `--exit_layer -1` and `--num_speculations -1` mean: the best cell of a prediction on a few prompts.
+
+They are the first of the data set, if there is one, else built in.
 
 For a skip set only the number of speculations is left to choose.
 
@@ -32,7 +34,7 @@ from .sampling import Sampler, sample_seed
 from .skip_scores import follow, measure_skip_costs
 from .stopping import Stopper
 
-VERSION = 5  # of what is kept
+VERSION = 6  # of what is kept
 PROMPTS = (
     "Article: The harbour town of Wenlow has opened a bridge for walkers and cyclists, two years later than planned. "
     "It joins the old market to the station and cost eleven million pounds. The mayor said that it would shorten the "
@@ -42,8 +44,9 @@ PROMPTS = (
 )
 EXITS = 12  # exit layers tried, spread over the first three quarters of the model
 MOST_SPECULATIONS = 8
-SECONDS = 2.0  # about what writing the texts takes, within the bounds below; measuring costs takes as long again
-LEAST_TOKENS, MOST_TOKENS = 12, 64  # a text
+SECONDS = 3.0  # about what writing the texts takes, within the bounds below; measuring costs takes as long again
+LEAST_TOKENS, MOST_TOKENS = 12, 96  # a text
+TEXTS = 3  # of a data set
 
 
 @dataclass(frozen=True)
@@ -62,17 +65,22 @@ class Cell:
 
 
 def choose_cell(
-    loaded: Loaded, config: GenerationConfig, notify: Callable[[str], None], skip: SkipSet | None = None
+    loaded: Loaded,
+    config: GenerationConfig,
+    notify: Callable[[str], None],
+    skip: SkipSet | None = None,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> Cell | None:
     """The cell to decode with, None when autoregressive decoding is faster; `notify` is told what and why.
 
     Every process must come here; the first decides. What `config` fixes (either number) stays fixed. With `skip`, that
-    set drafts in the place of an early exit.
+    set drafts in the place of an early exit. The first of `prompts` (token ids) take the place of the built-in ones.
     """
     if distributed.one_model():
         raise UsageError("--tp True: give --exit_layer and --num_speculations; choosing them measures one process")
     distributed.join()
-    cells = distributed.on_main(lambda: _kept(loaded, config, skip))
+    texts = [list(prompt) for prompt in prompts[:TEXTS]] or [loaded.encode(prompt) for prompt in PROMPTS]
+    cells = distributed.on_main(lambda: _kept(loaded, config, skip, texts))
     best = max(cells, key=lambda cell: cell.speedup)
     costs = (
         f"a draft costs {best.draft_step:.2f} and verifying {best.verification:.2f} steps of the whole model, "
@@ -92,7 +100,7 @@ def choose_cell(
     return best
 
 
-def _kept(loaded: Loaded, config: GenerationConfig, skip: SkipSet | None) -> list[Cell]:
+def _kept(loaded: Loaded, config: GenerationConfig, skip: SkipSet | None, prompts: Sequence[list[int]]) -> list[Cell]:
     """The predicted cells, from the file kept for this model and these settings if there is one."""
     model = loaded.model
     parts: Sequence[Part] = (config.exit_layer,)
@@ -103,27 +111,32 @@ def _kept(loaded: Loaded, config: GenerationConfig, skip: SkipSet | None) -> lis
     lengths = tuple(range(1, MOST_SPECULATIONS + 1))
     if config.num_speculations != -1:
         lengths = (config.num_speculations,)
-    path = cache_folder() / "auto" / f"{_fingerprint(loaded, config, parts, lengths)}.json"
+    path = cache_folder() / "auto" / f"{_fingerprint(loaded, config, parts, lengths, prompts)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return [Cell(**cell) for cell in json.loads(path.read_text())["cells"]]
-    cells = predict(loaded, config, parts, lengths)
+    cells = predict(loaded, config, parts, lengths, prompts)
     _keep(path, {"model": loaded.name, "cells": [asdict(cell) for cell in cells]})
     return cells
 
 
 def predict(
-    loaded: Loaded, config: GenerationConfig, parts: Sequence[Part], lengths: Sequence[int], seconds: float = SECONDS
+    loaded: Loaded,
+    config: GenerationConfig,
+    parts: Sequence[Part],
+    lengths: Sequence[int],
+    prompts: Sequence[list[int]],
+    seconds: float = SECONDS,
 ) -> list[Cell]:
-    """Predict every cell from texts that the target writes after the built-in prompts.
+    """Predict every cell from texts that the target writes after `prompts`.
 
     Args:
         parts: exit layers, or one skip set.
+        prompts: token ids.
     """
     skip = parts[0] if isinstance(parts[0], SkipSet) else None
     exits = [part for part in parts if isinstance(part, int)]
     model, most = loaded.model, max(lengths)
     config = replace(config.resolved(), ignore_eos=True)
-    prompts = [loaded.encode(prompt) for prompt in PROMPTS]
     room = model.max_positions - LEAST_TOKENS - most - 1
     prompts = [prompt[: max(1, room)] for prompt in prompts]
     started = time.perf_counter()
@@ -179,8 +192,14 @@ def _keep(path: Path, content: dict[str, object]) -> None:
         draft.replace(path)
 
 
-def _fingerprint(loaded: Loaded, config: GenerationConfig, parts: Sequence[Part], lengths: Sequence[int]) -> str:
-    """What the prediction depends on: weights, dtype, device, settings, and what was tried."""
+def _fingerprint(
+    loaded: Loaded,
+    config: GenerationConfig,
+    parts: Sequence[Part],
+    lengths: Sequence[int],
+    prompts: Sequence[list[int]],
+) -> str:
+    """What the prediction depends on: weights, dtype, device, settings, prompts, and what was tried."""
     model = loaded.model
     cuda = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
     settings = config.resolved()
@@ -192,6 +211,6 @@ def _fingerprint(loaded: Loaded, config: GenerationConfig, parts: Sequence[Part]
     facts = (
         VERSION, fingerprint(model.hf_model), str(model.dtype), model.device.type, cuda, platform.machine(),
         platform.node(), os.cpu_count(), torch.get_num_threads(), torch.__version__, transformers.__version__, sampling,
-        history, tried, tuple(lengths), model.hf_model.config.to_json_string(), model.compiled,
+        history, tried, tuple(lengths), prompts, model.hf_model.config.to_json_string(), model.compiled,
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]

@@ -35,6 +35,7 @@ class Generator:
         loaded: model and tokenizer.
         config: generation settings; what they leave open is chosen here, and `notify` is told what and why.
         seed: each prompt is sampled with a seed of its own, made of this one and its id.
+        prompts: token ids of prompts like those to come, to choose by.
 
     Raises:
         UsageError: settings that do not go together, or that the model cannot follow.
@@ -47,12 +48,13 @@ class Generator:
         *,
         seed: int = 42,
         notify: Callable[[str], None] = lambda message: None,
+        prompts: Sequence[Sequence[int]] = (),
     ):
         self.loaded = loaded
         self.seed = seed
         if config.exit_layer != -1:
             loaded.model.check_exit_layer(config.exit_layer)
-        self.config = choose(config.resolved(), loaded, notify)
+        self.config = choose(config.resolved(), loaded, notify, prompts)
         self.adapter = load_adapter(loaded.model, self.config.adapter) if uses_adapter(self.config) else None
         self.draft_alone = None
         if self.config.generation_strategy == "autoregressive":
@@ -163,7 +165,9 @@ class Generator:
         }
 
 
-def choose(config: GenerationConfig, loaded: Loaded, notify: Callable[[str], None]) -> GenerationConfig:
+def choose(
+    config: GenerationConfig, loaded: Loaded, notify: Callable[[str], None], prompts: Sequence[Sequence[int]] = ()
+) -> GenerationConfig:
     """Replace -1 by what the toolkit chooses, and complete the drafter.
 
     Early exits, and the number of speculations of a skip set, are chosen by a prediction (`auto`); where they do not
@@ -191,7 +195,7 @@ def choose(config: GenerationConfig, loaded: Loaded, notify: Callable[[str], Non
     if skip is not None or ("early_exit" in config.drafters() and (config.exit_layer == -1 or not fixed_length)):
         if skip is None and fixed_length and config.num_speculations == -1:
             config = replace(config, num_speculations=_fixed_speculations(config, notify))
-        cell = auto.choose_cell(loaded, config, notify, skip)
+        cell = auto.choose_cell(loaded, config, notify, skip, prompts)
         if cell is not None:
             return replace(config, exit_layer=cell.exit_layer or -1, num_speculations=cell.num_speculations)
         others = [part for part in config.drafters() if part != ("early_exit" if skip is None else "skip_layer")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -101,14 +101,19 @@ def make_strategies(
     *,
     seed: int,
     notify: Callable[[str], None] = lambda message: None,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> list[Strategy]:
-    """Build the generators. A peer takes what it leaves open from the first of ours that uses the same."""
+    """Build the generators. A peer takes what it leaves open from the first of ours that uses the same.
+
+    Args:
+        prompts: token ids of prompts like those to come; what our strategies leave open is chosen by the first of them.
+    """
 
     def told(name: str) -> Callable[[str], None]:
         return lambda text: notify(f"{name}: {text}")
 
     ours = {
-        name: Generator(loaded, config, seed=seed, notify=told(name))
+        name: Generator(loaded, config, seed=seed, notify=told(name), prompts=prompts)
         for name, (kind, config) in parsed.items()
         if kind not in PEERS
     }

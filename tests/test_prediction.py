@@ -136,12 +136,12 @@ def chosen(loaded, monkeypatch, tmp_path):
     """A function that lets the toolkit choose among given cells: (settings, what was said)."""
     monkeypatch.setenv("SELF_SPECULATION_CACHE", str(tmp_path))
 
-    def choose(cells, **settings):
+    def choose(cells, prompts=(), **settings):
         asked = []
         monkeypatch.setattr(auto, "predict", lambda *a, **k: asked.append(a[2:]) or cells)
         said = []
         config = GenerationConfig(generation_strategy="self_speculative", sample=False, max_steps=4, **settings)
-        return Generator(loaded, config, notify=said.append).config, " ".join(said), asked
+        return Generator(loaded, config, notify=said.append, prompts=prompts).config, " ".join(said), asked
 
     return choose
 
@@ -153,6 +153,13 @@ def test_auto_takes_the_fastest_predicted_cell_and_says_why(chosen):
     assert len(asked) == 1
     config, said, asked = chosen([cell(1, 1, 9.0)])  # kept for the model: not predicted again
     assert (config.exit_layer, config.num_speculations) == (3, 4) and not asked
+
+
+def test_auto_chooses_by_the_first_prompts_it_is_given(chosen, loaded):
+    _, _, asked = chosen([cell(2, 3, 1.2)])
+    assert asked[0][2] == [loaded.encode(text) for text in auto.PROMPTS]
+    config, _, asked = chosen([cell(3, 4, 1.5)], prompts=[(1, 2), [3], [4], [5]])  # not what was kept for others
+    assert asked[0][2] == [[1, 2], [3], [4]] and config.exit_layer == 3
 
 
 def test_auto_keeps_what_was_given(chosen):
@@ -175,7 +182,7 @@ def test_auto_decodes_autoregressively_when_nothing_pays(chosen, loaded):
 
 def test_auto_predicts_a_real_model(loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("SELF_SPECULATION_CACHE", str(tmp_path))
-    cells = auto.predict(loaded, GREEDY, (1, 3, 5), (1, 4), seconds=0)
+    cells = auto.predict(loaded, GREEDY, (1, 3, 5), (1, 4), [loaded.encode(text) for text in auto.PROMPTS], seconds=0)
     assert len(cells) == 6 and all(c.speedup > 0 and 0 <= c.acceptance_rate <= 1 for c in cells)
     by_exit = {c.exit_layer: c.acceptance_rate for c in cells if c.num_speculations == 4}
     assert by_exit[5] > by_exit[1]

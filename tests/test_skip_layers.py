@@ -128,7 +128,8 @@ def test_the_number_of_speculations_is_predicted(loaded, monkeypatch, tmp_path, 
 
 
 def test_a_real_prediction_of_a_skip_set(loaded):
-    cells = auto.predict(loaded, GenerationConfig(sample=False), (SkipSet.of(mlp=[4, 5]),), (1, 4), seconds=0)
+    prompts = [loaded.encode(text) for text in auto.PROMPTS]
+    cells = auto.predict(loaded, GenerationConfig(sample=False), (SkipSet.of(mlp=[4, 5]),), (1, 4), prompts, seconds=0)
     assert [(cell.exit_layer, cell.num_speculations) for cell in cells] == [(None, 1), (None, 4)]
     assert all(cell.speedup > 0 and 0 < cell.acceptance_rate <= 1 for cell in cells)
 
