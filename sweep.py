@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from self_speculation import cli, distributed
-from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, UsageError, as_dict
+from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, as_dict
 from self_speculation.datasets import DataConfig
 from self_speculation.grid import CELL_COLUMNS, SweepConfig, best_row, cell_name, command, grid, heat_map, report
 
@@ -19,13 +19,12 @@ def main(
     from self_speculation.records import SAMPLE_COLUMNS, RunLog
 
     base = s.base_config(generation)
-    if sweep.predict and model.tp:
-        raise UsageError("--predict True: what predicts measures one process; leave it out with --tp True")
-    if sweep.predict and (base.draft_exit_threshold is not None or base.adaptive_draft_exit):
-        raise UsageError("--predict True: drafts of a fixed length are predicted; leave out the draft exit rule")
+    drafter = base.drafter or ""
+    if sweep.predict:
+        s.check_predictable(base, model)
     examples = read_examples(data, run.seed, cli.note)
     loaded = load(model)
-    cells = grid(sweep, loaded.model.num_layers)
+    cells = grid(sweep, drafter, loaded.model.num_layers)
     samples = prepare(loaded, examples, generation.resolved().max_steps or 1)
     config = as_dict(model, data, generation, sweep, run)
     log = RunLog("sweep", run.output_dir, CELL_COLUMNS, config, sweep.resume, ("exit_layer", "num_speculations"))
@@ -45,7 +44,7 @@ def main(
         cli.note(f"rows are kept; go on with --resume {log.path}")
         raise
     if distributed.is_main():
-        measured = s.cell_rows(rows, cells, len(samples))
+        measured = s.cell_rows(rows, drafter, cells, len(samples))
         for row, more in zip(measured, predicted, strict=True):
             row.update(more)
             log.write(row)
@@ -54,12 +53,12 @@ def main(
         best = best_row(measured)
         heat_map(measured, log.stem, f"{loaded.name}, {data.dataset}", cli.note)
         if best is not None:
-            name = cell_name((best["exit_layer"], best["num_speculations"]))
+            name = cell_name(drafter, (best["exit_layer"], best["num_speculations"]))
             log.append_run(*summarize([r for r in rows if r["strategy"] in (s.AUTOREGRESSIVE, name)],
                                       [s.AUTOREGRESSIVE, name]))  # fmt: skip
         print(report(measured, sweep.predict), flush=True)
         if best is not None:
-            chosen_cell = {name: best[name] for name in ("exit_layer", "num_speculations")}
+            chosen_cell = {name: best[name] for name in ("exit_layer", "num_speculations") if best[name] is not None}
             print(command({"generation_strategy": "self_speculative", **chosen_cell}, model, data, generation, run),
                   flush=True)  # fmt: skip
         cli.note(f"rows in {log.path}")

@@ -1,4 +1,7 @@
-"""The cells of a sweep, exit_layer x num_speculations: which there are, and how they are shown."""
+"""The cells of a sweep, exit_layer x num_speculations: which there are, and how they are shown.
+
+A drafter without an exit layer has one row of cells, with None in its place.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from .config import flag, require
 
 Row = dict[str, Any]
-Cell = tuple[int, int]  # exit layer, number of speculations
+Cell = tuple[int | None, int]  # exit layer, number of speculations
 
 CELL_COLUMNS = (
     "exit_layer", "num_speculations", "acceptance_rate", "tokens_per_round", "total_time", "time_per_token",
@@ -48,23 +51,26 @@ class SweepConfig:
         require(self.predict_best >= 0, "predict_best", self.predict_best, "must be 0 or more")
 
 
-def grid(config: SweepConfig, num_layers: int) -> list[Cell]:
+def grid(config: SweepConfig, drafter: str, num_layers: int) -> list[Cell]:
     """The cells, exit layers clipped to those the model has.
 
     Raises:
         UsageError: no exit layer is left.
     """
-    last = min(config.exit_layer_last, num_layers - 1)
-    exits = range(config.exit_layer_first, last + 1, config.exit_layer_step)
-    require(len(exits) > 0, "exit_layer_first", config.exit_layer_first,
-            f"must be between 1 and {num_layers - 1} for a model of {num_layers} layers")  # fmt: skip
+    exits: Sequence[int | None] = [None]
+    if "early_exit" in drafter.split("+"):
+        last = min(config.exit_layer_last, num_layers - 1)
+        exits = range(config.exit_layer_first, last + 1, config.exit_layer_step)
+        require(len(exits) > 0, "exit_layer_first", config.exit_layer_first,
+                f"must be between 1 and {num_layers - 1} for a model of {num_layers} layers")  # fmt: skip
     first, last, step = (getattr(config, f"num_speculations_{part}") for part in ("first", "last", "step"))
     return [(exit_layer, length) for exit_layer in exits for length in range(first, last + 1, step)]
 
 
-def cell_name(cell: Cell) -> str:
+def cell_name(drafter: str, cell: Cell) -> str:
     """As `--compare` writes it."""
-    return f"early_exit:exit_layer={cell[0]}:num_speculations={cell[1]}"
+    exit_layer = f":exit_layer={cell[0]}" if cell[0] is not None else ""
+    return f"{drafter}{exit_layer}:num_speculations={cell[1]}"
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
@@ -74,24 +80,26 @@ def best_row(rows: Sequence[Row]) -> Row | None:
 
 def report(rows: Sequence[Row], predicted: bool) -> str:
     """Speed-ups as a grid of text, and the best cell."""
-    exits = sorted({row["exit_layer"] for row in rows})
+    exits = list(dict.fromkeys(row["exit_layer"] for row in rows))
     lengths = sorted({row["num_speculations"] for row in rows})
     by_cell = {(row["exit_layer"], row["num_speculations"]): row for row in rows}
     lines = ["speed-up" + (", ~ where only predicted" if predicted else "")]
     lines.append("exit \\ K" + "".join(f"{length:>8}" for length in lengths))
     for exit_layer in exits:
         cells = [_shown(by_cell[exit_layer, length]) for length in lengths]
-        lines.append(f"{exit_layer:>8}" + "".join(f"{cell:>8}" for cell in cells))
+        lines.append(f"{exit_layer or '':>8}" + "".join(f"{cell:>8}" for cell in cells))
     if predicted:
         lines.append(prediction_report(rows))
     best = best_row(rows)
     if best is not None:
-        lines.append(
-            f"best: --exit_layer {best['exit_layer']} --num_speculations {best['num_speculations']}, "
-            f"{best['speedup']:.2f} x autoregressive"
-        )
+        exit_layer = f"--exit_layer {best['exit_layer']} " if best["exit_layer"] else ""
+        cell = f"{exit_layer}--num_speculations {best['num_speculations']}"
+        lines.append(f"best: {cell}, {best['speedup']:.2f} x autoregressive")
         if best["speedup"] <= 1:
-            lines.append("warning: no cell beats autoregressive decoding; the model is not made for early exit")
+            why = (
+                "the model is not made for early exit" if exit_layer else "acceptance is too low for what a draft costs"
+            )
+            lines.append(f"warning: no cell beats autoregressive decoding; {why}")
     return "\n".join(lines)
 
 
@@ -129,7 +137,7 @@ def command(settings: Row, *configs: Any) -> str:
                 continue
             value = getattr(config, field.name)
             several = value if isinstance(value, list) else [value]
-            if value is not None and field.name not in ("drafter", "debug"):
+            if value is not None and field.name != "debug":
                 parts += [f"--{field.name}", *map(str, several)]
     for name, value in settings.items():
         parts += [f"--{name}", str(value)]
@@ -144,7 +152,7 @@ def heat_map(rows: Sequence[Row], stem: Path, title: str, notify: Callable[[str]
     from matplotlib import pyplot
     from matplotlib.patches import Rectangle
 
-    exits = sorted({row["exit_layer"] for row in rows})
+    exits = list(dict.fromkeys(row["exit_layer"] for row in rows))
     lengths = sorted({row["num_speculations"] for row in rows})
     values = [[float("nan")] * len(exits) for _ in lengths]
     best = best_row(rows)
@@ -161,9 +169,9 @@ def heat_map(rows: Sequence[Row], stem: Path, title: str, notify: Callable[[str]
     if best is not None:
         corner = exits.index(best["exit_layer"]) - 0.5, lengths.index(best["num_speculations"]) - 0.5
         axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="red", linewidth=2.5))
-    axes.set_xticks(range(len(exits)), [str(e) for e in exits])
+    axes.set_xticks(range(len(exits)), [str(e or "") for e in exits])
     axes.set_yticks(range(len(lengths)), [str(k) for k in lengths])
-    axes.set_xlabel("exit layer")
+    axes.set_xlabel("exit layer" if exits[0] else "")
     axes.set_ylabel("number of speculations")
     predicted = any(row.get("predicted_speedup") is not None and not row.get("speedup") for row in rows)
     axes.set_title(title + (" (italics: predicted)" if predicted else ""), fontsize=9)

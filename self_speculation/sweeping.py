@@ -1,4 +1,7 @@
-"""The grid exit_layer x num_speculations: run on the same samples, or predicted and only its best cells run."""
+"""The grid exit_layer x num_speculations: run on the same samples, or predicted and only its best cells run.
+
+What drafts without an exit layer is swept over the number of speculations alone.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,19 @@ from dataclasses import replace
 
 from . import distributed, metrics
 from .benchmarking import Sample, measure, round_costs
-from .config import GenerationConfig, UsageError, require
+from .config import GenerationConfig, ModelConfig, UsageError, require
 from .costs import spread
 from .datasets import DataConfig
 from .decoding import Decoded
+from .drafters.layers import SkipLayerDrafter
 from .generation import Generator
 from .grid import PREDICTED_COLUMNS, Cell, Row, cell_name
 from .loading import Loaded
-from .prediction import Rounds, simulate, trace
+from .modeling import SkipSet
+from .prediction import Part, Rounds, read, simulate, trace
 from .records import RunLog
 from .sampling import Sampler, sample_seed
+from .skip_scores import follow
 from .strategies import AUTOREGRESSIVE, Strategy
 
 ROUND_COLUMNS = (
@@ -35,23 +41,38 @@ def base_config(config: GenerationConfig) -> GenerationConfig:
     Raises:
         UsageError: a setting that has no place in a sweep.
     """
-    if config.drafter not in (None, "early_exit"):
-        raise UsageError(f"--drafter {config.drafter}: a sweep is over exit layers; choose early_exit")
     for name in ("exit_layer", "num_speculations"):
         value = getattr(config, name)
         require(value == -1, name, value, f"a sweep sets it; give --{name}_first and --{name}_last")
-    return replace(config, generation_strategy="self_speculative", drafter="early_exit")
+    usual = "skip_layer" if any(config.skipped()) else "adapter" if config.adapter else "early_exit"
+    return replace(config, generation_strategy="self_speculative", drafter=config.drafter or usual)
+
+
+def check_predictable(config: GenerationConfig, model: ModelConfig) -> None:
+    """Refuse what `--predict` cannot foretell.
+
+    Raises:
+        UsageError: several processes hold one model, drafts end by a rule, or their drafter's are not foretold.
+    """
+    if model.tp:
+        raise UsageError("--predict True: what predicts measures one process; leave it out with --tp True")
+    if config.draft_exit_threshold is not None or config.adaptive_draft_exit:
+        raise UsageError("--predict True: drafts of a fixed length are predicted; leave out the draft exit rule")
+    if config.drafter not in ("early_exit", "skip_layer"):
+        raise UsageError(f"--predict True: {config.drafter} is not predicted, only early_exit and skip_layer are")
 
 
 def strategies(loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], seed: int) -> list[Strategy]:
     """Autoregressive decoding, then each cell."""
     plain = replace(
-        config, generation_strategy=AUTOREGRESSIVE, drafter=None, draft_exit_threshold=None, adaptive_draft_exit=False
-    )
+        config, generation_strategy=AUTOREGRESSIVE, drafter=None, draft_exit_threshold=None, adaptive_draft_exit=False,
+        skip_attn_layers=None, skip_mlp_layers=None, skip_layers=None, adapter=None,
+    )  # fmt: skip
     made = [Strategy(AUTOREGRESSIVE, Generator(loaded, plain, seed=seed))]
     for exit_layer, length in cells:
-        cell = replace(config, exit_layer=exit_layer, num_speculations=length)
-        made.append(Strategy(cell_name((exit_layer, length)), Generator(loaded, cell, seed=seed)))
+        cell = replace(config, exit_layer=exit_layer or -1, num_speculations=length)
+        name = cell_name(config.drafter or "", (exit_layer, length))
+        made.append(Strategy(name, Generator(loaded, cell, seed=seed)))
     return made
 
 
@@ -66,13 +87,13 @@ def run_cells(
     return log.finish(order=[(sample.id, strategy.name) for sample in samples for strategy in made])
 
 
-def cell_rows(rows: Sequence[Row], cells: Sequence[Cell], samples: int) -> list[Row]:
+def cell_rows(rows: Sequence[Row], drafter: str, cells: Sequence[Cell], samples: int) -> list[Row]:
     """The measured columns of the cells that were run on all samples, pooled over their rows."""
     pools = {name: [row for row in rows if row["strategy"] == name] for name in {row["strategy"] for row in rows}}
     plain = _speed(pools.get(AUTOREGRESSIVE, []))
     found = []
     for cell in cells:
-        group = pools.get(cell_name(cell), [])
+        group = pools.get(cell_name(drafter, cell), [])
         row: Row = {"exit_layer": cell[0], "num_speculations": cell[1]}
         if len(group) == samples:
             seconds, tokens = _total(group, "decode_s"), _total(group, "decode_tokens")
@@ -102,21 +123,26 @@ def predict_rounds(
     """Decode this process's share of the samples autoregressively and write the rounds of every cell."""
     config = config.resolved()
     plain = strategies(loaded, config, [], seed)[0].generator
+    skip = skip_set_of(loaded, config)
     end_ids = {*(() if config.ignore_eos else loaded.eos_ids), *(config.stop_token_ids or ())}
-    exits, most = sorted({cell[0] for cell in cells}), max(cell[1] for cell in cells)
-    todo = [s for s in samples if any((str(s.id), str(e), str(k)) not in log.done for e, k in cells)]
+    exits, most = sorted({cell[0] or 0 for cell in cells}), max(cell[1] for cell in cells)
+    keys = ({"sample_id": s.id, "exit_layer": e, "num_speculations": k} for s in samples for e, k in cells)
+    missing = {key["sample_id"] for key in keys if log.key_of(key) not in log.done}
+    todo = [sample for sample in samples if sample.id in missing]
     with distributed.Progress(len(todo), desc="predict", unit="text") as progress:
         for sample in distributed.pull(todo):
             decoded: Decoded = plain(sample.ids, sample_id=sample.id)
             if decoded.stop_reason == "interrupted":
                 raise KeyboardInterrupt
             sampler = Sampler(config, device=loaded.model.device, vocab_limit=len(loaded.tokenizer))
-            found = trace(
-                loaded.model, sampler, sample.ids, decoded, exits, budget=config.max_steps or 0, end_ids=end_ids,
-                most_speculations=most,
-            )  # fmt: skip
+            text, budget = (loaded.model, sampler, sample.ids, decoded), config.max_steps or 0
+            if skip is None:
+                found = trace(*text, exits, budget=budget, end_ids=end_ids, most_speculations=most)
+            else:
+                written = read(loaded.model, sample.ids, decoded, budget=budget, end_ids=end_ids)
+                found = follow(loaded.model, sampler, written, skip, most, end_ids)
             for exit_layer, length in cells:
-                rounds = simulate(found, exit_layer, length, seed=sample_seed(seed, sample.id))
+                rounds = simulate(found, skip or exit_layer or 0, length, seed=sample_seed(seed, sample.id))
                 by_length = [rounds.by_length[i] for i in range(most + 1)]
                 log.write({
                     "sample_id": sample.id, "exit_layer": exit_layer, "num_speculations": length,
@@ -138,21 +164,31 @@ def predicted_cells(
         sums[row["exit_layer"], row["num_speculations"]] += Rounds(
             row["rounds"], row["drafted"], row["accepted"], row["decode_tokens"], by_length
         )
-    exits, lengths = sorted({cell[0] for cell in cells}), sorted({cell[1] for cell in cells})
+    exits, lengths = sorted({cell[0] or 0 for cell in cells}), sorted({cell[1] for cell in cells})
+    skip = skip_set_of(loaded, config)
     middle = sorted(samples, key=lambda sample: len(sample.ids))[len(samples) // 2]
     written = round(_total(rows, "decode_tokens") / max(1, len(rows)) / 2)  # on average half the text is there
     ids = [middle.ids[i % len(middle.ids)] for i in range(len(middle.ids) + written)]
     few = spread(lengths[0], lengths[-1], 6)
     seconds = MEASURING * _total(rows, "autoregressive_s")  # a row a cell: about what the grid would take
-    costs = round_costs(loaded, config, ids, spread(exits[0], exits[-1], 3), few, seconds=seconds)
+    parts: Sequence[Part] = spread(exits[0], exits[-1], 3) if skip is None else [skip]
+    costs = round_costs(loaded, config, ids, parts, few, seconds=seconds)
     found = []
     for (exit_layer, _), rounds in sums.items():
         values = (
             rounds.drafted, rounds.accepted, rounds.acceptance_rate, rounds.tokens_per_round,
-            rounds.speedup(costs, exit_layer),
+            rounds.speedup(costs, skip or exit_layer or 0),
         )  # fmt: skip
         found.append(dict(zip(PREDICTED_COLUMNS, values, strict=True)))
     return found
+
+
+def skip_set_of(loaded: Loaded, config: GenerationConfig) -> SkipSet | None:
+    """The skip set that drafts in every cell, None if early exits do."""
+    if config.drafter != "skip_layer":
+        return None
+    drafter = Generator(loaded, replace(config, exit_layer=-1, num_speculations=1)).drafter
+    return drafter.skip if isinstance(drafter, SkipLayerDrafter) else None
 
 
 def best_predicted(cells: Sequence[Cell], predicted: Sequence[Row], count: int) -> list[Cell]:

@@ -26,12 +26,13 @@ def model(tmp_path_factory):
 
 
 def test_grid_is_layerskips_clipped_to_the_model():
-    assert len(grid(SweepConfig(), 32)) == 15 * 6
-    assert grid(SweepConfig(num_speculations_last=1), 4) == [(1, 1), (2, 1), (3, 1)]
+    assert len(grid(SweepConfig(), "early_exit", 32)) == 15 * 6
+    assert grid(SweepConfig(num_speculations_last=1), "prompt_lookup+early_exit", 4) == [(1, 1), (2, 1), (3, 1)]
     steps = SweepConfig(exit_layer_first=4, exit_layer_step=4, num_speculations_first=3, num_speculations_step=3)
-    assert grid(steps, 17) == [(4, 3), (4, 6), (8, 3), (8, 6), (12, 3), (12, 6)]
+    assert grid(steps, "early_exit", 17) == [(4, 3), (4, 6), (8, 3), (8, 6), (12, 3), (12, 6)]
     with pytest.raises(UsageError, match="--exit_layer_first 6: must be between 1 and 5"):
-        grid(SweepConfig(exit_layer_first=6), 6)
+        grid(SweepConfig(exit_layer_first=6), "early_exit", 6)
+    assert grid(SweepConfig(exit_layer_first=6, num_speculations_last=2), "skip_layer", 6) == [(None, 1), (None, 2)]
 
 
 @pytest.mark.parametrize("flags", [
@@ -108,6 +109,36 @@ def test_only_the_best_predicted_cells_are_run(model, tmp_path, capsys):
     assert "~" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("drafter", [
+    {"skip_attn_layers": "2,3"}, {"drafter": "prompt_lookup"}, {"drafter": "prompt_lookup+early_exit"},
+])  # fmt: skip
+def test_any_drafter_is_swept(model, tmp_path, capsys, drafter):
+    assert call("sweep", arguments(model, tmp_path, **SMALL, **drafter)) == 0
+    found = tables(tmp_path, "sweep")
+    exits = 2 if "early_exit" in drafter.get("drafter", "") else 1
+    assert len(found[""]) == 2 * exits == found["samples"].strategy.nunique() - 1
+    assert list(found[""].num_speculations) == [1, 2] * exits and found[""].speedup.gt(0).all()
+    command = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
+    assert ("--exit_layer" in command) == (exits == 2)
+    assert call("benchmark", command[2:]) == 0
+    row = pd.read_csv(tmp_path / "runs.csv").iloc[-1]
+    assert row.drafter == drafter.get("drafter", "skip_layer")
+
+
+def test_the_prediction_of_a_skip_set_equals_its_run(model, tmp_path):
+    flags = {"skip_attn_layers": "2,3", "num_speculations_last": 4, "predict": True, "predict_best": 0}
+    assert call("sweep", arguments(model, tmp_path, **flags)) == 0
+    found = tables(tmp_path, "sweep")
+    columns, keys = ["rounds", "drafted", "accepted", "decode_tokens"], ["sample_id", "num_speculations"]
+    measured = found["samples"].dropna(subset=["num_speculations"])
+    measured, predicted = (
+        table.astype({"sample_id": str}).set_index(keys)[columns].sort_index().astype(int)
+        for table in (measured, found["rounds"])
+    )
+    pd.testing.assert_frame_equal(measured, predicted, check_index_type=False)
+    assert found[""].exit_layer.isna().all() and found[""].predicted_speedup.gt(0).all()
+
+
 def test_report_counts_what_lies_within_ten_per_cent():
     row = {"acceptance_rate": 0.5, "predicted_acceptance_rate": 0.47}
     rows = [{**row, "speedup": 1.0, "predicted_speedup": 1.05}, {**row, "speedup": 1.0, "predicted_speedup": 1.3}]
@@ -118,7 +149,8 @@ def test_report_counts_what_lies_within_ten_per_cent():
 def test_settings_that_a_sweep_sets_itself_are_refused(model, tmp_path, capsys):
     assert call("sweep", arguments(model, tmp_path, exit_layer=3)) == 2
     assert "--exit_layer 3" in capsys.readouterr().err
-    assert call("sweep", arguments(model, tmp_path, drafter="prompt_lookup")) == 2
+    assert call("sweep", arguments(model, tmp_path, drafter="prompt_lookup", predict=True)) == 2
+    assert "prompt_lookup is not predicted" in capsys.readouterr().err
     assert call("sweep", arguments(model, tmp_path, predict=True, draft_exit_threshold=0.5)) == 2
 
 
