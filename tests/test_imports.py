@@ -16,7 +16,7 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"distributed", "modeling", "loading", "adapters"},
     {"drafters", "sampling", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},
-    {"cli", "records", "responses", "scores", "costs", "prediction", "skip_scores", "skip_search", "skip_sets", "study",
+    {"cli", "records", "responses", "scores", "costs", "prediction", "replay", "skip_scores", "skip_search", "skip_sets", "study",
      "grid", "task_settings", "training"},
     {"auto", "generation", "hf_generate", "peers", "strategies", "trace_page"},
     {"benchmarking", "correctness", "evaluating", "harness", "searching", "sweeping"},
