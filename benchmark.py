@@ -44,15 +44,11 @@ def main(
     strategies = make_strategies(loaded, parsed, seed=run.seed, notify=cli.note, prompts=prompts)
     config = as_dict(model, data, generation, benchmark, run)
     log = RunLog("benchmark", run.output_dir, SAMPLE_COLUMNS, config, resume=benchmark.resume, key=KEY)
-    try:
-        with distributed.own_work():
-            measure(
-                loaded, strategies, samples, log, dataset=data,
-                score=lambda text, example: metrics.score(data.dataset, text, example, benchmark.allow_code_execution),
-            )  # fmt: skip
-    except BaseException:
-        cli.note(f"rows are kept; go on with --resume {log.path}")
-        raise
+    with log.kept(cli.note), distributed.own_work():
+        measure(
+            loaded, strategies, samples, log, dataset=data,
+            score=lambda text, example: metrics.score(data.dataset, text, example, benchmark.allow_code_execution),
+        )  # fmt: skip
     rows = log.finish(order=[(sample.id, strategy.name) for sample in samples for strategy in strategies])
     if distributed.is_main():
         summary = summarize(rows, [strategy.name for strategy in strategies])

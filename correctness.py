@@ -36,12 +36,8 @@ def main(
     config = as_dict(model, data, generation, resume, run)
     verdicts = RunLog("correctness", run.output_dir, VERDICT_COLUMNS, config, resume=resume.resume, key=KEY)
     texts = verdicts.table("samples", SAMPLE_COLUMNS, key=SAMPLE_KEY)
-    try:
-        with distributed.own_work():
-            check(loaded, strategies, samples, data, verdicts, texts)
-    except BaseException:
-        cli.note(f"rows are kept; go on with --resume {verdicts.path}")
-        raise
+    with verdicts.kept(cli.note), distributed.own_work():
+        check(loaded, strategies, samples, data, verdicts, texts)
     order = [sample.id for sample in samples]
     texts.finish(order)
     rows = verdicts.finish(order)

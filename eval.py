@@ -34,16 +34,17 @@ def main(model: ModelConfig, generation: GenerationConfig, tasks: EvalConfig, ru
     samples = scores.table("samples", SAMPLE_COLUMNS, key=("dataset", "sample_id"))
     results, order = {}, []
     try:
-        if distributed.is_main():
-            try:
-                results = evaluating.run_tasks(lm, loaded_tasks[0], tasks)
-                for row, prediction in result_rows.sample_rows(results, lm.rows, lm.settings(), tasks.log_samples):
-                    samples.write(row, **prediction)
-                    order.append((row["dataset"], row["sample_id"]))
-            finally:
-                lm.dismiss()
-        else:
-            lm.serve()
+        with scores.kept(cli.note, f"the texts so far are in {samples.path}"):
+            if distributed.is_main():
+                try:
+                    results = evaluating.run_tasks(lm, loaded_tasks[0], tasks)
+                    for row, prediction in result_rows.sample_rows(results, lm.rows, lm.settings(), tasks.log_samples):
+                        samples.write(row, **prediction)
+                        order.append((row["dataset"], row["sample_id"]))
+                finally:
+                    lm.dismiss()
+            else:
+                lm.serve()
     finally:
         lm.close()
         sample_rows = samples.finish(order)

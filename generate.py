@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,8 +77,7 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
     generator = Generator(loaded, generation, seed=run.seed, notify=cli.note)
     generators = [generator]
     if prompts.compare_autoregressive:
-        plain = replace(generation, generation_strategy="autoregressive", drafter=None, exit_layer=-1)
-        generators.insert(0, Generator(loaded, plain, seed=run.seed))
+        generators.insert(0, Generator(loaded, generation.autoregressive(), seed=run.seed))
     ids_given = [encode(loaded, prompt) for prompt in given or ()]
     distributed.on_main(lambda: check_prompts(loaded.model, ids_given))  # before there are files
     log = RunLog("generate", run.output_dir, SAMPLE_COLUMNS, as_dict(model, generation, prompts, run), key=KEY)

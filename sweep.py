@@ -31,7 +31,7 @@ def main(
     table = log.table("samples", SAMPLE_COLUMNS, KEY)
     predicted: list[s.Row] = [{} for _ in cells]
     chosen = cells
-    try:
+    with log.kept(cli.note):
         if sweep.predict:
             rounds = log.table("rounds", s.ROUND_COLUMNS, ("sample_id", "exit_layer", "num_speculations"))
             with distributed.own_work():
@@ -40,9 +40,6 @@ def main(
             predicted = distributed.on_main(lambda: s.predicted_cells(loaded, base, cells, samples, found))
             chosen = s.best_predicted(cells, predicted, sweep.predict_best)
         rows = s.run_cells(loaded, base, chosen, samples, table, data, run.seed)
-    except BaseException:
-        cli.note(f"rows are kept; go on with --resume {log.path}")
-        raise
     if distributed.is_main():
         measured = s.cell_rows(rows, drafter, cells, len(samples))
         for row, more in zip(measured, predicted, strict=True):

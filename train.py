@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from self_speculation import cli
-from self_speculation.config import ModelConfig, RunConfig, UsageError
+from self_speculation.config import ModelConfig, RunConfig, UsageError, require_folder
 from self_speculation.training.config import AdapterTrainConfig, DataConfig, TrainConfig
 
 
@@ -11,6 +11,8 @@ def main(train: TrainConfig, adapter: AdapterTrainConfig, data: DataConfig, mode
     """Train a model to exit early by the LayerSkip recipe, or an adapter through which a frozen model drafts."""
     if data.data is None:
         raise UsageError("--data: give python_source, a hub id, or text, JSONL or Parquet files")
+    require_folder("save_model", train.save_model)
+    require_folder("save_adapter", adapter.save_adapter)
     if train.recipe == "adapter":
         from self_speculation.training.adapters import train_adapter
 

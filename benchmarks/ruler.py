@@ -7,7 +7,7 @@ equal length, greedily and sampling. `<output_dir>/ruler_<time>.csv` has a row a
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import platform
 import sys
 from dataclasses import dataclass
@@ -23,8 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.economize_peer import KINDS, EconomizeGenerator, EconomizeStrategy  # noqa: E402
-from self_speculation import GenerationConfig, load  # noqa: E402
+from self_speculation import GenerationConfig, cli, load  # noqa: E402
 from self_speculation.benchmarking import Sample, measure, prepare  # noqa: E402
+from self_speculation.config import (  # noqa: E402
+    DTYPES,
+    RunConfig,
+    RunError,
+    as_dict,
+    flag,
+    require,
+    require_choice,
+)
 from self_speculation.datasets import DataConfig, Example  # noqa: E402
 from self_speculation.datasets import load as load_examples  # noqa: E402
 from self_speculation.loading import Loaded  # noqa: E402
@@ -55,6 +64,52 @@ SETTINGS = (
     Setting("smollm2-135m", "bfloat16", 24, 4),
     Setting("gemma3-270m", "bfloat16", 14, 4),
 )
+
+
+MODELS = tuple(setting.model for setting in SETTINGS)
+
+
+@dataclass(frozen=True)
+class RulerConfig:
+    """What is measured."""
+
+    model: list[str] | None = flag(None, f"one or more of {', '.join(MODELS)}", unset="all")
+    prompts: list[str] | None = flag(None, f"one or more of {', '.join(SETS)}", unset="all")
+    sample: str = flag("both", "True samples, False decodes greedily, both does one after the other")
+    dtype: str | None = flag(
+        None, "of every model", unset=", ".join(f"{setting.model} {setting.dtype}" for setting in SETTINGS)
+    )
+    compile: bool = flag(False, "compile our strategies (peers stay as they are)")
+    without_economize: bool = flag(False, "leave economize out")
+    num_samples: int | None = flag(None, "prompts a set", unset="6, with --quick 2")
+    max_steps: int | None = flag(None, "tokens a text", unset="256, with --quick 48")
+    quick: bool = flag(False, "few prompts and short texts")
+    into: str | None = flag(None, "put the tables into that part of a Markdown file too", metavar="FILE#PART")
+
+    def __post_init__(self) -> None:
+        for name, choices in (("model", MODELS), ("prompts", SETS)):
+            for value in getattr(self, name) or ():
+                require_choice(name, value, choices)
+        require_choice("sample", self.sample, ("both", "True", "False"))
+        if self.dtype is not None:
+            require_choice("dtype", self.dtype, DTYPES)
+        for name in ("num_samples", "max_steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "must be 1 or more")
+        if not self.without_economize and importlib.util.find_spec("economize") is None:
+            raise RunError("economize is not installed: pip install --no-deps economize, or --without_economize True")
+        if self.into is not None:
+            part_of(self.into)
+
+    @property
+    def count(self) -> int:
+        """Prompts a set."""
+        return self.num_samples or (2 if self.quick else 6)
+
+    @property
+    def steps(self) -> int:
+        """Tokens a text."""
+        return self.max_steps or (48 if self.quick else 256)
 
 
 def prompts(name: str, loaded: Loaded, count: int, max_steps: int) -> list[Sample]:
@@ -94,17 +149,17 @@ def strategies(loaded: Loaded, setting: Setting, sample: bool, max_steps: int, p
     return made + [EconomizeStrategy(kind, EconomizeGenerator(kind, loaded, base)) for kind in economize]
 
 
-def run(setting: Setting, options: argparse.Namespace, log: RunLog) -> None:
+def run_model(setting: Setting, ruler: RulerConfig, log: RunLog) -> None:
     """All tables of one model."""
-    loaded = load(setting.model, dtype=options.dtype or setting.dtype, compile=options.compile)
-    for sample in options.sample:
-        made = strategies(loaded, setting, sample, options.max_steps, not options.without_economize)
-        for name in options.prompts:
-            samples = prompts(name, loaded, options.num_samples, options.max_steps)
+    loaded = load(setting.model, dtype=ruler.dtype or setting.dtype, compile=ruler.compile)
+    for sample in {"both": (False, True), "True": (True,), "False": (False,)}[ruler.sample]:
+        made = strategies(loaded, setting, sample, ruler.steps, not ruler.without_economize)
+        for name in ruler.prompts or SETS:
+            samples = prompts(name, loaded, ruler.count, ruler.steps)
             told: Any = SimpleNamespace(dataset=name, n_shot=None)
             measure(loaded, made, samples, log, dataset=told, again=True)
     if loaded.model.compile_seconds:
-        print(f"{setting.model}: compiling took {loaded.model.compile_seconds:.0f} s, not counted", file=sys.stderr)
+        cli.note(f"{setting.model}: compiling took {loaded.model.compile_seconds:.0f} s, not counted")
 
 
 def tables(rows: list[Row]) -> list[tuple[str, list[Row]]]:
@@ -166,11 +221,12 @@ def markdown(rows: list[Row], head: str) -> str:
     return "\n".join(lines)
 
 
-def put_into(place: str, text: str) -> None:
-    """Replace what stands between `<!-- part -->` and `<!-- /part -->` of a Markdown file; `place` is file#part.
+def part_of(place: str) -> tuple[Path, str, str]:
+    """The Markdown file that `place` (file#part) names, and what stands in it before and after `<!-- part -->` to
+    `<!-- /part -->`.
 
     Raises:
-        SystemExit: there is no such part.
+        RunError: there is no such part.
     """
     name, _, part = place.partition("#")
     path, first, last = Path(name), f"<!-- {part} -->\n", f"<!-- /{part} -->"
@@ -178,8 +234,14 @@ def put_into(place: str, text: str) -> None:
     before, found, rest = whole.partition(first)
     _, ended, after = rest.partition(last)
     if not (found and ended):
-        raise SystemExit(f"error: --into {place}: no such file, or no lines {first.strip()} and {last} in it")
-    path.write_text(before + found + text + last + after, encoding="utf-8")
+        raise RunError(f"--into {place}: no such file, or no lines {first.strip()} and {last} in it")
+    return path, before + first, last + after
+
+
+def put_into(place: str, text: str) -> None:
+    """Let `text` stand in that part of a file."""
+    path, before, after = part_of(place)
+    path.write_text(before + text + after, encoding="utf-8")
 
 
 def chart(rows: list[Row], path: Path) -> None:
@@ -203,53 +265,27 @@ def chart(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [setting.model for setting in SETTINGS]
-    parser.add_argument("--model", action="append", choices=names, help="may be given more than once; default: all")
-    parser.add_argument("--prompts", action="append", choices=SETS, help="may be given more than once; default: all")
-    parser.add_argument(
-        "--sample", choices=("both", "True", "False"), default="both", help="sample, or decode greedily"
-    )
-    parser.add_argument("--dtype", help="another than each model's own: " + ", ".join(
-        f"{setting.model} {setting.dtype}" for setting in SETTINGS))  # fmt: skip
-    parser.add_argument("--compile", action="store_true", help="compile our strategies (peers stay as they are)")
-    parser.add_argument("--without_economize", action="store_true", help="leave economize out")
-    parser.add_argument("--num_samples", type=int, help="prompts a set (default: 6, with --quick 2)")
-    parser.add_argument("--max_steps", type=int, help="tokens a text (default: 256, with --quick 48)")
-    parser.add_argument("--quick", action="store_true", help="few prompts and short texts")
-    parser.add_argument("--into", metavar="FILE#PART", help="put the tables into that part of a Markdown file too")
-    parser.add_argument("--output_dir", default="./logs")
-    options = parser.parse_args()
-    options.num_samples = options.num_samples or (2 if options.quick else 6)
-    options.max_steps = options.max_steps or (48 if options.quick else 256)
-    options.prompts = options.prompts or list(SETS)
-    options.model = options.model or names
-    options.sample = {"both": (False, True), "True": (True,), "False": (False,)}[options.sample]
-    return options
-
-
-def main() -> None:
-    options = parse()
-    config = {**vars(options), "script": "ruler"}
-    log = RunLog("ruler", options.output_dir, SAMPLE_COLUMNS, config,
+def main(ruler: RulerConfig, run: RunConfig) -> None:
+    """Measure our ways of decoding against model.generate, its own speculation and the package economize."""
+    config = {**as_dict(ruler, run), "script": "ruler"}
+    log = RunLog("ruler", run.output_dir, SAMPLE_COLUMNS, config,
                  key=("model", "dataset", "sample", "sample_id", "strategy"))  # fmt: skip
     for setting in SETTINGS:
-        if setting.model in options.model:
-            run(setting, options, log)
+        if setting.model in (ruler.model or MODELS):
+            run_model(setting, ruler, log)
     rows = log.finish()
     head = (
         f"`python {' '.join(['benchmarks/ruler.py', *sys.argv[1:]])}`, {date.today()}, {platform.machine()}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}: {options.num_samples} prompts a set, "
-        f"{options.max_steps} tokens a text{', ours compiled' if options.compile else ''}"
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}: {ruler.count} prompts a set, "
+        f"{ruler.steps} tokens a text{', ours compiled' if ruler.compile else ''}"
     )
     text = markdown(rows, head)
     log.path.with_suffix(".md").write_text(text, encoding="utf-8")
-    if options.into:
-        put_into(options.into, text)
+    if ruler.into:
+        put_into(ruler.into, text)
     chart(rows, log.path.with_suffix(".png"))
     print(f"{text}\nwritten to {log.path.with_suffix('.md')}, .csv and .png", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, (RulerConfig, RunConfig))

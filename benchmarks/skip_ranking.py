@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
         known = SkipSet.of(found["attn"], found["mlp"])
         rows.insert(0, ("known", known, scorer(known)))
     generators = [Generator(loaded, searching.with_skip(base, skip, score.num_speculations)) for _, skip, score in rows]
-    plain = Generator(loaded, searching.plain_config(base))
+    plain = Generator(loaded, base.autoregressive())
     for generator in (plain, generators[0]):
         generator(samples[0].ids)  # warm-up
     seconds, taken = [0.0] * len(rows), 0.0

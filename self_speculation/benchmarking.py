@@ -297,13 +297,26 @@ def explain(loaded: Loaded, strategy: Strategy, sample: Sample, pool: Row) -> li
         f"{strategy.name}: a step of the whole model takes {1e3 * costs.step:.1f} ms, a draft step {1e3 * draft:.1f} "
         f"ms, verifying {length} drafts {1e3 * verify:.1f} ms; acceptance {rate:.1%}, break-even {even:.1%}"
     ]
-    speedup = pool["metrics"].get("speedup")
+    return lines + slowness(strategy.name, rate, even, pool["metrics"].get("speedup"), other)
+
+
+def slowness(name: str, rate: float, even: float, speedup: float | None, other: str) -> list[str]:
+    """A warning where a strategy is slower than autoregressive decoding, [] elsewhere.
+
+    Args:
+        rate, even: the acceptance reached, and the one above which rounds pay by their measured costs.
+        speedup: over autoregressive decoding in the same run; None where that was not run.
+        other: what to try in its place.
+    """
     if rate < even if speedup is None else speedup < 1:
-        lines.append(
-            f"warning: {strategy.name}: acceptance is too low for what a round costs, so this is slower than "
-            f"autoregressive decoding; {other}, or fewer --num_speculations"
-        )
-    return lines
+        if rate < even:
+            why = (f"acceptance is too low for what a round costs, so this is slower than autoregressive decoding; "
+                   f"{other}, or fewer --num_speculations")  # fmt: skip
+        else:
+            why = (f"{speedup:.2f} x autoregressive decoding in this run although acceptance is above break-even; "
+                   "other load on the machine may be why: measure again, with more samples")  # fmt: skip
+        return [f"warning: {name}: {why}"]
+    return []
 
 
 def _part(generator: Generator) -> tuple[Part | None, str]:

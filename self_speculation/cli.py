@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import signal
 import sys
 import warnings
+from argparse import Action, ArgumentError
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from . import distributed
-from .config import RunError, UsageError
+from .config import KINDS, RunError, UsageError, did_you_mean
 
 Loss = tuple[int, str | None]
 _interrupted_by: Loss | None = None  # the process whose loss interrupted this one, None where a person did
@@ -27,12 +27,19 @@ def parse(configs: Sequence[Any], description: str, argv: Sequence[str] | None =
     from transformers import HfArgumentParser
 
     class Parser(HfArgumentParser):
+        def _get_value(self, action: Action, value: str) -> Any:
+            try:
+                return super()._get_value(action, value)
+            except ArgumentError:
+                allowed = KINDS[action.type if action.type in (int, float) else bool]
+                raise UsageError(f"{action.option_strings[0]} {value or repr('')}: must be {allowed}") from None
+
         def error(self, message: str) -> NoReturn:
             raise UsageError(message.removeprefix("argument "))
 
     parser = Parser(configs, description=description, allow_abbrev=False, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="show this text and stop")
-    names = sorted(option for action in parser._actions for option in action.option_strings)
+    names = {option.lstrip("-").replace("-", "_") for action in parser._actions for option in action.option_strings}
     given = list(sys.argv[1:] if argv is None else argv)
     *settings, rest, unknown = parser.parse_args_into_dataclasses(
         given, return_remaining_strings=True, look_for_args_file=False
@@ -44,8 +51,7 @@ def parse(configs: Sequence[Any], description: str, argv: Sequence[str] | None =
     for argument in unknown:
         if argument.startswith("-"):
             name = argument.split("=")[0]
-            near = difflib.get_close_matches(name.replace("-", "_"), [n.replace("-", "_") for n in names], n=1)
-            hint = f"; did you mean {near[0].replace('__', '--', 1)}?" if near else "; --help lists the flags"
+            hint = did_you_mean(name.lstrip("-").replace("-", "_"), sorted(names), "--") or "; --help lists the flags"
             raise UsageError(f"unknown flag {name}{hint}")
         raise UsageError(f"unexpected argument {argument!r}; every value follows its flag")
     return tuple(settings)
@@ -57,7 +63,7 @@ def run(main: Callable[..., int | None], configs: Sequence[type], argv: Sequence
     `main`'s docstring is the description `--help` prints. Only the first process prints; `--debug` shows tracebacks.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    debug = any(a == "--debug" or a.startswith("--debug=") for a in arguments)
+    debug = not {"--debug", "--debug=True", "--debug=true"}.isdisjoint(arguments)
     _set_up_signals()
     unsaid: str | None = ""  # what the other processes shall say, None where all is well
     try:

@@ -6,10 +6,16 @@ Each field carries its own help text, and each class checks its own values: a va
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 STRATEGIES = ("autoregressive", "self_speculative")
 DRAFTERS = ("early_exit", "skip_layer", "prompt_lookup", "adapter")
@@ -17,6 +23,7 @@ DRAFT_EXIT_RULES = ("paper", "blog")
 STREAMERS = ("none", "standard", "speculative")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+KINDS = {str: "text", int: "a whole number", float: "a number", bool: "True or False", list: "a list"}
 
 
 class UsageError(ValueError):
@@ -43,11 +50,56 @@ def flag(default: Any = MISSING, help: str = "", *, unset: Any = None, metavar: 
 def require(condition: bool, flag_name: str, value: Any, allowed: str) -> None:
     """Raise `UsageError` unless `condition` holds, naming the flag, the value and what is allowed."""
     if not condition:
-        raise UsageError(f"--{flag_name} {value}: {allowed}")
+        raise UsageError(f"--{flag_name} {repr('') if value == '' else value}: {allowed}")
 
 
 def require_choice(flag_name: str, value: str, choices: tuple[str, ...]) -> None:
     require(value in choices, flag_name, value, f"choose one of {', '.join(choices)}")
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
+
+
+def require_folder(flag_name: str, folder: str | None) -> None:
+    """Raise `RunError` unless `folder` is one that can be written to, or can be made; None is none to check."""
+    place = None if folder is None else _existing(Path(folder).absolute())
+    if place is not None and not (place.is_dir() and os.access(place, os.W_OK)):
+        raise RunError(f"--{flag_name} {folder}: {place} is not a folder that can be written to")
+
+
+def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean ...?` with the most similar of `names` behind `prefix`, empty when none is similar."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def from_options(kind: type[T], options: dict[str, Any]) -> T:
+    """An instance of a settings class, for callers from Python.
+
+    Raises:
+        UsageError: an option that the class does not have, or a value that it does not take.
+    """
+    check_options(kind, options, "")
+    return kind(**options)
+
+
+def check_options(kind: type, options: dict[str, Any], where: str) -> None:
+    """Raise `UsageError` for an option that the settings class does not have, or whose value is of another kind.
+
+    Args:
+        where: what the message begins with.
+    """
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
+    for name, value in options.items():
+        if name not in hints:
+            raise UsageError(f"{where}there is no setting {name}{did_you_mean(name, hints)}")
+        hint = hints[name]
+        allowed = [get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        same = type(value) in allowed or (type(value), allowed[0]) in ((int, float), (tuple, list))
+        if not same:
+            words = [KINDS[part] for part in allowed if part is not NoneType]
+            raise UsageError(f"{where}{name} {value!r}: must be {' or '.join(words)}")
 
 
 @dataclass(frozen=True)
@@ -85,6 +137,7 @@ class ModelConfig:
     tp: bool = flag(False, "tensor parallel: the processes of torchrun hold one model together, each a part of a layer")
 
     def __post_init__(self) -> None:
+        require(self.model != "", "model", "", "name one, or leave the flag out for the default")
         require_choice("dtype", self.dtype, DTYPES)
         self.parsed_model_args()
         self.parsed_device_map()
@@ -117,7 +170,9 @@ class RunConfig:
     debug: bool = flag(False, "show the traceback of an error")
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, "seed", self.seed, "must be 0 or more")
+        require(0 <= self.seed < 2**31, "seed", self.seed, f"must be from 0 to {2**31 - 1}")
+        require(self.output_dir != "", "output_dir", "", "name a folder")
+        require_folder("output_dir", self.output_dir)
 
 
 @dataclass(frozen=True)
@@ -177,6 +232,7 @@ class GenerationConfig:
         for part in self.drafters():
             choices = f"choose one of {', '.join(DRAFTERS)}, or a chain such as prompt_lookup+early_exit"
             require(part in DRAFTERS, "drafter", part, choices)
+        require(len(set(self.drafters())) == len(self.drafters()), "drafter", self.drafter, "name each drafter once")
         require(self.exit_layer == -1 or self.exit_layer >= 1, "exit_layer", self.exit_layer,
                 "must be at least 1 and below the model's number of layers, or -1")  # fmt: skip
         require(self.num_speculations >= -1, "num_speculations", self.num_speculations, "must be -1, 0 or more")
@@ -211,7 +267,7 @@ class GenerationConfig:
 
     def drafters(self) -> tuple[str, ...]:
         """The parts of `--drafter`, in the order in which they are asked."""
-        return tuple(self.drafter.split("+")) if self.drafter else ()
+        return () if self.drafter is None else tuple(self.drafter.split("+"))
 
     def skipped(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Layers whose attention, and layers whose MLP, a draft skips; both empty when none are given."""
@@ -223,13 +279,24 @@ class GenerationConfig:
                 "give a file or lists of layers, not both")  # fmt: skip
         try:
             chosen = json.loads(Path(self.skip_layers).read_text(encoding="utf-8"))
-            return tuple(map(int, chosen["attn"])), tuple(map(int, chosen["mlp"]))
+            lists = chosen["attn"], chosen["mlp"]
+            if not all(isinstance(ids, list) and all(type(index) is int for index in ids) for ids in lists):
+                raise TypeError
+            return tuple(lists[0]), tuple(lists[1])
         except OSError as error:
             raise RunError(f"--skip_layers {self.skip_layers}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError):
             raise RunError(
                 f'--skip_layers {self.skip_layers}: must be JSON with {{"attn": [...], "mlp": [...]}}'
             ) from None
+
+    def autoregressive(self) -> GenerationConfig:
+        """Autoregressive decoding by the whole model, with the same sampling, stops and budget."""
+        return replace(
+            self, generation_strategy="autoregressive", drafter=None, exit_layer=-1, num_speculations=-1,
+            skip_attn_layers=None, skip_mlp_layers=None, skip_layers=None, adapter=None, draft_exit_threshold=None,
+            adaptive_draft_exit=False,
+        )  # fmt: skip
 
     def first_draft_exit_threshold(self) -> float:
         """The threshold that adapting starts from."""
@@ -278,6 +345,7 @@ def parse_ids(flag_name: str, text: str) -> tuple[int, ...]:
         numbers = first.isdecimal() and (not dash or last.isdecimal())
         require(numbers and int(first) <= int(last or first) < 10_000, flag_name, text, "write ids such as 3,5-8")
         ids.update(range(int(first), int(last or first) + 1))
+    require(bool(ids) or not text, flag_name, text, "write ids such as 3,5-8")
     return tuple(sorted(ids))
 
 

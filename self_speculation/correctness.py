@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,11 +69,7 @@ def make_checked(
     loaded: Loaded, config: GenerationConfig, *, seed: int, notify: Callable[[str], None]
 ) -> list[Strategy]:
     """The strategy under test first, then those that it must agree with."""
-    plain = replace(
-        config, generation_strategy=AUTOREGRESSIVE, drafter=None, exit_layer=-1, num_speculations=-1,
-        skip_attn_layers=None, skip_mlp_layers=None, skip_layers=None, adapter=None,
-        adaptive_draft_exit=False, draft_exit_threshold=None,
-    )  # fmt: skip
+    plain = config.autoregressive()
     tested = Strategy("tested", Generator(loaded, config, seed=seed, notify=notify))
     if not config.greedy:
         return [tested]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import os
 import random
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import RunError, UsageError, flag, require, require_choice
+from .config import RunError, UsageError, did_you_mean, flag, require, require_choice
 from .task_settings import parse_gen_kwargs
 
 if TYPE_CHECKING:
@@ -72,6 +71,9 @@ class EvalConfig:
         for name in ("num_fewshot", "bootstrap_iters"):
             value = getattr(self, name)
             require(value is None or value >= 0, name, value, "must be 0 or more")
+        for name in ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"):
+            value = getattr(self, name)
+            require(0 <= value < 2**32, name, value, f"must be from 0 to {2**32 - 1}")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise UsageError("--fewshot_as_multiturn True: turns need --apply_chat_template True")
         if self.include_path is not None and not Path(self.include_path).is_dir():
@@ -190,9 +192,8 @@ def _find(config: EvalConfig) -> tuple[Any, list[str]]:
         files = [str(Path(name).absolute())] if name.endswith(".yaml") and Path(name).is_file() else []
         found = files or manager.match_tasks([name])
         if not found:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"--tasks {name}: no such task; {hint}--tasks list prints all, --include_path adds others")
+            raise UsageError(f"--tasks {name}: no such task (--tasks list prints all, --include_path adds others)"
+                             f"{did_you_mean(name, manager.all_tasks)}")  # fmt: skip
         specs += [spec for spec in found if spec not in specs]
     return manager, specs
 

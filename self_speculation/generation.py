@@ -11,7 +11,7 @@ from typing import Any
 from . import auto
 from .adapters import load_adapter
 from .batching import Begin, decode_batch
-from .config import GenerationConfig, UsageError
+from .config import GenerationConfig, UsageError, from_options, require
 from .decoding import Decoded, DraftAlone, Observer, Text, decode
 from .drafters import AdapterDrafter, make_drafter, skip_set
 from .loading import Loaded, load
@@ -54,8 +54,14 @@ class Generator:
         self.seed = seed
         if config.exit_layer != -1:
             loaded.model.check_exit_layer(config.exit_layer)
-        self.config = choose(config.resolved(), loaded, notify, prompts)
+        for token in config.stop_token_ids or ():
+            require(token < loaded.model.vocab_size, "stop_token_ids", token,
+                    f"{loaded.name} has the ids 0 to {loaded.model.vocab_size - 1}")  # fmt: skip
+        chosen: list[str] = []  # told once it is known that there is nothing to refuse
+        self.config = choose(config.resolved(), loaded, chosen.append, prompts)
         self.adapter = load_adapter(loaded.model, self.config.adapter) if uses_adapter(self.config) else None
+        for message in chosen:
+            notify(message)
         self.draft_alone = None
         if self.config.generation_strategy == "autoregressive":
             self.draft_alone = draft_alone(self.config, loaded, self.adapter)
@@ -188,6 +194,7 @@ def choose(
         return replace(config, num_speculations=-1)
     usual = "skip_layer" if any(config.skipped()) else "adapter" if config.adapter else "early_exit"
     config = replace(config, drafter=config.drafter or usual)
+    _refuse_without_effect(config)
     fixed_length = config.num_speculations != -1 or config.adaptive_draft_exit or "skip_layer" in config.drafters()
     if config.num_speculations == 0:
         return config
@@ -205,6 +212,16 @@ def choose(
     if config.num_speculations == -1:
         config = replace(config, num_speculations=_fixed_speculations(config, notify))
     return config
+
+
+def _refuse_without_effect(config: GenerationConfig) -> None:
+    """Raise `UsageError` for a setting that none of the drafters looks at."""
+    settings = {"exit_layer": "early_exit", "skip_attn_layers": "skip_layer", "skip_mlp_layers": "skip_layer",
+                "skip_layers": "skip_layer", "adapter": "adapter"}  # fmt: skip
+    for name, drafter in settings.items():
+        value = getattr(config, name)
+        require(value in (None, -1) or drafter in config.drafters(), name, value,
+                f"it is for {drafter}, and the drafter is {config.drafter}; leave one of them out")  # fmt: skip
 
 
 def _skip_set_alone(config: GenerationConfig, loaded: Loaded) -> SkipSet | None:
@@ -258,9 +275,13 @@ def generate(
 
     Returns:
         `Decoded`: tokens, text, stop_reason, and stats with counts and times.
+
+    Raises:
+        UsageError: a setting that there is not (the nearest is named), or that cannot be followed.
     """
+    config = from_options(GenerationConfig, settings)
     loaded = load(loaded) if isinstance(loaded, str) else loaded
-    return Generator(loaded, GenerationConfig(**settings), seed=seed)(prompt, observer=observer)
+    return Generator(loaded, config, seed=seed)(prompt, observer=observer)
 
 
 def generate_each(
@@ -270,7 +291,8 @@ def generate_each(
 
     Each prompt is sampled with a seed of its own, made of `seed` and its place in `prompts`.
     """
+    config = from_options(GenerationConfig, settings)
     loaded = load(loaded) if isinstance(loaded, str) else loaded
-    generator = Generator(loaded, GenerationConfig(**settings), seed=seed)
+    generator = Generator(loaded, config, seed=seed)
     found = dict(generator.each(enumerate(prompts)))
     return [found[place] for place in range(len(prompts))]

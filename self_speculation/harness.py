@@ -24,7 +24,7 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import simple_parse_args_string
 
 from . import cli, distributed
-from .config import GenerationConfig, ModelConfig, RunError, UsageError
+from .config import GenerationConfig, ModelConfig, RunError, UsageError, require
 from .decoding import Decoded
 from .generation import Generator
 from .loading import Loaded, load
@@ -66,6 +66,8 @@ class SelfSpeculativeLM(HFLM):
         self.loaded = loaded
         self.generator = Generator(loaded, generation, seed=seed, notify=notify)
         self.stronger = [explicit_level(generation), level(gen_kwargs or {})]
+        if (steps := (self.stronger[1] | self.stronger[0]).get("max_steps")) is not None:
+            self._room(steps)
         self.notify, self.on_text = notify, on_text
         self.rows: dict[tuple[str | None, str], Row] = {}  # (task, sample id) -> figures of its text, here or elsewhere
         self.responses: ResponseCache | None = None
@@ -269,14 +271,17 @@ class SelfSpeculativeLM(HFLM):
 
     def _encode_context(self, context: str, max_steps: int) -> list[int]:
         """A context's token ids with one BOS where the tokenizer wants one, cut on the left to leave room."""
-        room = self.max_length - max_steps
-        if room <= 0:
-            raise UsageError(f"--max_steps {max_steps}: must be below the model's {self.max_length} positions, "
-                             "to leave room for a context")  # fmt: skip
+        room = self._room(max_steps)
         ids = self.tok_batch_encode([context], truncation=bool(self.truncation))[0][0].tolist() if context else []
         if len(ids) > room:
             self._tell(f"contexts longer than {room} tokens lose their beginning, to leave room for {max_steps} more")
         return ids[-room:] or [self.prefix_token_id]
+
+    def _room(self, max_steps: int) -> int:
+        """Tokens that a context may have."""
+        require(max_steps < self.max_length, "max_steps", max_steps,
+                f"must be below the model's {self.max_length} positions, to leave room for a context")  # fmt: skip
+        return self.max_length - max_steps
 
     def _tell(self, message: str) -> None:
         if message not in self._told:

@@ -17,7 +17,7 @@ import transformers
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from .config import GenerationConfig, UsageError
+from .config import GenerationConfig, UsageError, from_options
 from .decoding import decode
 from .drafters import make_drafter
 from .generation import DEFAULT_SPECULATIONS
@@ -56,10 +56,7 @@ class CustomGenerate:
         for name in ("generation_strategy", "stop_words", "stop_token_ids", "ignore_eos", *GenerationConfig.DEFAULTS):
             if name in settings:
                 raise UsageError(f"custom_generate({name}=...): this is for model.generate's own arguments to say")
-        try:
-            config = GenerationConfig(generation_strategy="self_speculative", **settings)
-        except TypeError as error:
-            raise UsageError(f"custom_generate: {str(error).rpartition('.')[2]}") from None
+        config = from_options(GenerationConfig, {"generation_strategy": "self_speculative", **settings})
         drafters = config.drafters() or (("skip_layer",) if any(config.skipped()) else ("early_exit",))
         if "early_exit" in drafters and config.exit_layer == -1:
             raise UsageError("custom_generate: early_exit needs exit_layer=1 to L-1 for a model of L layers")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib.util
 import os
@@ -21,7 +20,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import distributed, hub
-from .config import ModelConfig, RunError, UsageError
+from .config import ModelConfig, RunError, UsageError, did_you_mean, from_options, require
 from .modeling import SelfSpeculativeModel
 
 DEFAULT_MODEL = "selfspec-16l"
@@ -79,7 +78,7 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
         UsageError: a setting that cannot be used.
     """
     if not isinstance(config, ModelConfig):
-        config = ModelConfig(model=config, **settings)
+        config = from_options(ModelConfig, {"model": config, **settings})
     name = config.model or DEFAULT_MODEL
     source = locate(name)
     device = choose_device(config.device)
@@ -102,6 +101,10 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
             **extra,
         )
         model, report = result
+        if isinstance(device_map := placing.get("device_map"), dict):
+            modules = {module for module, _ in model.named_modules()}
+            for module in device_map:
+                require(module in modules, "device_map", module, f"{name} has no module of that name")
         if missing := sorted(report["missing_keys"]):
             raise RunError(f"{name}: the weights lack {missing[0]} and {len(missing) - 1} more; the file is incomplete")
         if not placing and "device_map" not in extra:
@@ -190,10 +193,9 @@ def locate(name: str) -> str:
     if path.is_file():
         raise RunError(f"{name}: a model is a folder, a .gguf file, a hub id or one of {', '.join(short_names())}")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        near = difflib.get_close_matches(name, short_names(), n=1)
         raise RunError(
             f"{name}: no such folder; a model is a folder, a .gguf file, a hub id (owner/name) "
-            f"or one of {', '.join(short_names())}" + (f"; did you mean {near[0]}?" if near else "")
+            f"or one of {', '.join(short_names())}{did_you_mean(name, short_names())}"
         )
     hub.go_offline_if_unreachable()
     return name

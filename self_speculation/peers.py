@@ -70,11 +70,7 @@ class PeerGenerator(Peer):
         assert name in PEERS
         config = replace(config.resolved(), batch_size=1)
         self.name, self.loaded, self.config, self.seed = name, loaded, config, seed
-        plain = replace(
-            config, generation_strategy="autoregressive", drafter=None, exit_layer=-1, skip_attn_layers=None,
-            skip_mlp_layers=None, skip_layers=None, adaptive_draft_exit=False, draft_exit_threshold=None,
-        )  # fmt: skip
-        self.plain = Generator(loaded, plain, seed=seed)
+        self.plain = Generator(loaded, config.autoregressive(), seed=seed)
         if name == "hf_early_exit":
             loaded.model.check_exit_layer(config.exit_layer)
 

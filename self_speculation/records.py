@@ -23,7 +23,7 @@ import signal
 import subprocess
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from datetime import datetime
 from functools import cache
@@ -78,9 +78,9 @@ class RunLog:
     ) -> None:
         self.script = script
         stem, self.run_id = distributed.on_main(
-            lambda: _resume(script, config, resume) if resume else _claim(script, output_dir, config)
+            lambda: _claim(script, output_dir, config) if resume is None else _resume(script, config, resume)
         )
-        self.stem = Path(stem)
+        self.stem, self.resumed = Path(stem), resume is not None
         self._set_up("", columns, key)
 
     def table(self, suffix: str, columns: Sequence[str], key: str | Sequence[str] = "sample_id") -> RunLog:
@@ -142,11 +142,28 @@ class RunLog:
         distributed.on_main(lambda: rows.extend(self._merge(order)))
         return rows
 
+    @contextlib.contextmanager
+    def kept(self, notify: Callable[[str], None], go_on: str | None = None) -> Iterator[None]:
+        """Where the block fails, say how to go on. A run that was refused before it had a row leaves no file."""
+        try:
+            yield
+        except BaseException as error:
+            files = [Path(file) for file in glob.glob(f"{glob.escape(str(self.stem))}[._]*")]
+            refused = isinstance(error, (UsageError, RunError)) and not hasattr(error, "failed_rank")
+            if not refused or self.resumed or any(file.stat().st_size for file in files if file.suffix != ".json"):
+                notify(go_on or f"rows are kept; go on with --resume {self.path}")
+            elif distributed.is_main():
+                for file in files:
+                    file.unlink()
+            raise
+
     def append_run(self, *rows: Row) -> None:
         """`append_run` beside this run's table, with the columns of `identity` filled in."""
         append_run(self.stem.parent, *({**self.identity(), **row} for row in rows))
 
     def _merge(self, order: Iterable[Any] | None) -> list[Row]:
+        if not Path(f"{self.stem}.json").exists():  # refused, see `kept`
+            return []
         entries = self._read()
         if order is not None:
             places = {tuple(map(_text, k)) if isinstance(k, tuple) else _text(k): i for i, k in enumerate(order)}

@@ -7,16 +7,14 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from . import distributed, metrics
-from .benchmarking import Sample, measure
-from .config import GenerationConfig, UsageError, require
+from . import distributed
+from .benchmarking import Sample
+from .config import GenerationConfig, RunError, UsageError, require
 from .costs import spread
-from .datasets import DataConfig
 from .decoding import Decoded
 from .drafters.layers import SkipLayerDrafter
 from .generation import DEFAULT_SPECULATIONS, Generator
@@ -28,7 +26,6 @@ from .sampling import Sampler
 from .skip_scores import Score, SkipCosts, SkipScorer, measure_skip_costs
 from .skip_search import Row, SearchConfig
 from .stats import Stats, pooled
-from .strategies import AUTOREGRESSIVE, Strategy
 from .study import Proposer, SkipStudy
 
 STARTS = 8  # sizes of each kind of starting sets
@@ -52,6 +49,7 @@ def base_config(config: GenerationConfig, search: SearchConfig) -> GenerationCon
     require(config.batch_size == 1, "batch_size", config.batch_size, "a search is for one prompt at a time")
     for name in ("skip_attn_layers", "skip_mlp_layers", "skip_layers"):
         require(getattr(config, name) is None, name, getattr(config, name), "a search finds this")
+    require(config.adapter is None, "adapter", config.adapter, "a search is for skip_layer, which has no adapter")
     if search.objective_mode == "score" and (config.draft_exit_threshold is not None or config.adaptive_draft_exit):
         raise UsageError("--objective_mode score: drafts of a fixed length are scored; leave out the draft exit rule, "
                          "or use --objective_mode generate")  # fmt: skip
@@ -62,14 +60,6 @@ def with_skip(config: GenerationConfig, skip: SkipSet, num_speculations: int) ->
     """The settings that draft with this set."""
     attn, mlp = (",".join(map(str, sorted(ids))) or None for ids in (skip.attn, skip.mlp))
     return replace(config, skip_attn_layers=attn, skip_mlp_layers=mlp, num_speculations=num_speculations)
-
-
-def plain_config(config: GenerationConfig) -> GenerationConfig:
-    """Autoregressive decoding with the same sampling and stops."""
-    return replace(
-        config, generation_strategy=AUTOREGRESSIVE, drafter=None, num_speculations=-1, draft_exit_threshold=None,
-        adaptive_draft_exit=False,
-    )  # fmt: skip
 
 
 @dataclass
@@ -133,9 +123,68 @@ class Task:
         }  # fmt: skip
 
 
+def open_study(task: Task, log: RunLog, dataset: str) -> SkipStudy:
+    """The study that the search adds its trials to; the main process makes it, where it is not there.
+
+    Raises:
+        UsageError: it was made with something else.
+        RunError: the storage cannot be used.
+    """
+    search, folder = task.search, log.stem.parent
+    name = search.study_name or f"{task.loaded.name}_{dataset}_{search.objective}_{search.objective_mode}"
+    storage = search.storage or str(folder / "search.db")
+
+    def opened() -> SkipStudy:
+        layers = task.loaded.model.num_layers
+        return SkipStudy(
+            storage, name, task.made_with(), layers, maximize=search.objective == "acceptance", folder=folder
+        )
+
+    distributed.on_main(lambda: opened() and None)
+    return opened()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        costs: of rounds.
+        sensitivity: a row a sub-layer, skipped alone.
+        best: the best sets that may be used, with their trials, best first.
+    """
+
+    costs: SkipCosts
+    sensitivity: list[Row]
+    best: list[tuple[SkipSet, Row]]
+
+
+def search(task: Task, study: SkipStudy, log: RunLog) -> Found:
+    """Write the texts, then try sets until the study has its trials; all processes take part.
+
+    Raises:
+        RunError: no set was tried that may be used.
+    """
+    wanted = task.search
+    deadline = time.monotonic() + (wanted.timeout or float("inf"))
+    task.texts = write_texts(task.loaded, task.config, task.samples, task.seed)
+    costs = costs_of(study, task)
+    scorer = task.scorer(costs, task.lengths, wanted.depth)
+    harms = sensitivities(study, scorer, costs)
+    with distributed.own_work():
+        run_trials(task, study, starting_sets(harms, wanted), make_evaluate(task, scorer), log, deadline)
+    distributed.barrier()
+    best = distributed.on_main(
+        lambda: study.best(max(1, wanted.confirm), lambda skip: not shortfall(skip, study.layers, wanted.min_skipped))
+    )
+    if not best:
+        raise RunError(f"--n_trials {wanted.n_trials}: no set that may be used was tried; allow more trials or time")
+    return Found(costs, harms, best)
+
+
 def write_texts(loaded: Loaded, config: GenerationConfig, samples: Sequence[Sample], seed: int) -> list[Decoded]:
     """What the target writes after each sample; the processes share the work and all have the result."""
-    generator = Generator(loaded, plain_config(config), seed=seed)
+    generator = Generator(loaded, config.autoregressive(), seed=seed)
     own: dict[str, Decoded] = {}
     with distributed.own_work(), distributed.Progress(len(samples), desc="texts", unit="text") as progress:
         for sample in distributed.pull(samples):
@@ -270,100 +319,3 @@ def run_trials(
 def shortfall(skip: SkipSet, layers: int, least: int) -> int:
     """How many sub-layers too few (or, where none is left, too many) a set skips; 0 for a set that may be used."""
     return max(0, least - len(skip)) + (len(skip) == 2 * layers)
-
-
-def confirmed(
-    task: Task, candidates: Sequence[tuple[SkipSet, Row]], log: RunLog, data: DataConfig
-) -> tuple[list[Row], list[str]]:
-    """Decode the samples autoregressively, with each candidate and with each candidate's draft alone, side by side.
-
-    Returns:
-        All sample rows, in the main process, and the names of the strategies.
-    """
-    if not candidates:
-        return log.finish(), []
-    strategies = [Strategy(AUTOREGRESSIVE, Generator(task.loaded, plain_config(task.config), seed=task.seed))]
-    for skip, row in candidates:
-        config = with_skip(task.config, skip, row["num_speculations"])
-        alone = plain_config(config)
-        strategies.append(Strategy(set_name(skip), Generator(task.loaded, config, seed=task.seed)))
-        strategies.append(Strategy(f"{set_name(skip)}_alone", Generator(task.loaded, alone, seed=task.seed)))
-    with distributed.own_work():
-        measure(task.loaded, strategies, task.samples, log, dataset=data)
-    names = [strategy.name for strategy in strategies]
-    return log.finish(order=[(sample.id, name) for sample in task.samples for name in names]), names
-
-
-def set_name(skip: SkipSet) -> str:
-    """A short name of a set, the same in every run."""
-    ids = repr((sorted(skip.attn), sorted(skip.mlp)))
-    return f"skip_{hashlib.sha256(ids.encode()).hexdigest()[:6]}"
-
-
-def figures(summary: Sequence[Row], name: str) -> Row:
-    """What was measured of a set: speed and acceptance beside the target's and the draft's alone."""
-    pools = {pool["metrics"]["strategy"]: pool for pool in summary}
-    own, alone = pools[name], pools[f"{name}_alone"]
-    plain = pools[AUTOREGRESSIVE]["tokens_per_second"]
-    return {
-        "speedup": metrics.ratio(own["tokens_per_second"], plain),
-        "acceptance_rate": own.get("acceptance_rate"),
-        "tokens_per_round": own.get("tokens_per_round"),
-        "tokens_per_second": own["tokens_per_second"],
-        "autoregressive_tokens_per_second": plain,
-        "draft_alone_tokens_per_second": alone["tokens_per_second"],
-    }
-
-
-def break_even_rows(task: Task, costs: SkipCosts, skip: SkipSet) -> list[Row]:
-    """For each draft length, the acceptance needed by measured costs and the acceptance reached on the texts."""
-    lengths = list(range(1, max(task.search.most_speculations, *task.lengths) + 1))
-    rounds = task.scorer(costs, lengths, depth=lengths[-1]).rounds(skip)
-    return [
-        {
-            "num_speculations": length, "step": costs.step, "draft_step": costs.draft_step(skip, length),
-            "verification": costs.verification(skip, length), "acceptance_needed": costs.break_even(skip, length),
-            "acceptance_reached": rounds[length].acceptance_rate, "tokens_per_round": rounds[length].tokens_per_round,
-            "predicted_speedup": rounds[length].speedup(costs, skip),
-        }
-        for length in lengths
-    ]  # fmt: skip
-
-
-def write_result(
-    path: Path, task: Task, skip: SkipSet, row: Row, measured: Row | None, data: DataConfig, trials: int
-) -> None:
-    """The chosen set and what is known of it, as `--skip_layers` reads it."""
-    predicted = {name: row[name] for name in ("speedup", "acceptance_rate", "tokens_per_round", "time_per_token")}
-    found = {
-        "attn": sorted(skip.attn), "mlp": sorted(skip.mlp), "num_speculations": row["num_speculations"],
-        "model": task.loaded.name, "fingerprint": fingerprint(task.loaded.model.hf_model),
-        "dtype": str(task.loaded.model.dtype).removeprefix("torch."), "dataset": data.dataset,
-        "num_samples": len(task.samples), "trials": trials, "objective": task.search.objective,
-        "predicted" if task.search.objective_mode == "score" else "as_searched": predicted, "measured": measured,
-    }  # fmt: skip
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-def describe(skip: SkipSet, row: Row, measured: Row | None) -> list[str]:
-    """The chosen set in words."""
-    attn, mlp = (",".join(map(str, sorted(ids))) or "none" for ids in (skip.attn, skip.mlp))
-    lines = [
-        f"best: skip {len(skip)} sub-layers, attention {attn}, MLP {mlp}, with {row['num_speculations']} speculations: "
-        f"as searched {row['speedup']:.2f} x autoregressive, acceptance {row['acceptance_rate']:.1%}"
-    ]
-    if measured:
-        lines.append(
-            f"measured: {measured['speedup']:.2f} x, acceptance {measured['acceptance_rate'] or 0:.1%}; tokens/s "
-            f"self-speculative {measured['tokens_per_second']:.1f}, target alone "
-            f"{measured['autoregressive_tokens_per_second']:.1f}, draft alone "
-            f"{measured['draft_alone_tokens_per_second']:.1f}"
-        )
-    return lines
-
-
-def choose(candidates: Sequence[tuple[SkipSet, Row]], summary: Sequence[Row], objective: str) -> tuple[SkipSet, Row]:
-    """The best of the candidates by what was measured."""
-    name = "tokens_per_second" if objective == "speed" else "acceptance_rate"
-    pools = {pool["metrics"]["strategy"]: pool for pool in summary}
-    return max(candidates, key=lambda candidate: pools[set_name(candidate[0])].get(name) or 0.0)

@@ -55,6 +55,8 @@ class SearchConfig:
         require_choice("objective_mode", self.objective_mode, OBJECTIVE_MODES)
         for name in ("min_skipped", "n_trials", "most_speculations", "depth"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
+        for name in ("storage", "study_name"):
+            require(getattr(self, name) != "", name, "", "name one, or leave the flag out for the default")
         require(self.confirm >= 0, "confirm", self.confirm, "must be 0 or more")
         require(self.timeout is None or self.timeout > 0, "timeout", self.timeout, "must be above 0")
         if self.objective == "acceptance":

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .config import DRAFTERS, GenerationConfig, UsageError, parse_key_values, require
+from .config import DRAFTERS, GenerationConfig, check_options, parse_key_values, require
 from .decoding import Decoded
 from .generation import DEFAULT_SPECULATIONS, Generator
 from .loading import Loaded
 from .peers import PEERS, PeerGenerator
 
 AUTOREGRESSIVE = "autoregressive"
+TEXTS = ("skip_attn_layers", "skip_mlp_layers", "skip_layers", "adapter")  # settings that are text, whatever they say
 _LIST = re.compile(r",(?=\s*[a-z])")  # not the commas of a list of layers
 
 
@@ -69,30 +70,28 @@ def _parse(name: str, base: GenerationConfig) -> tuple[str, GenerationConfig]:
     require(known, "compare", name, allowed)
     values: dict[str, Any] = {}
     for setting in settings:
-        field_name, _, value = setting.partition("=")
-        values |= {field_name: value} if "," in value else parse_key_values("compare", setting)
-    unknown = sorted(set(values) - {field.name for field in fields(base)})
-    require(not unknown, "compare", name, f"there is no setting {unknown[0] if unknown else ''}")
-    for field in fields(base):
-        if field.name in values and str(field.type).startswith("str"):
-            values[field.name] = str(values[field.name])
-    plain: dict[str, Any] = {}
-    if kind == AUTOREGRESSIVE or kind in ("prompt_lookup", "adapter", "prompt_lookup+adapter"):
-        plain |= {"exit_layer": -1}
-    if "adapter" not in kind:
-        plain |= {"adapter": None}
-    if kind in (AUTOREGRESSIVE, *PEERS) or "skip_layer" not in kind:
-        plain |= {"skip_attn_layers": None, "skip_mlp_layers": None, "skip_layers": None}
-    if kind in (AUTOREGRESSIVE, "prompt_lookup", *PEERS):
-        plain |= {"adaptive_draft_exit": False, "draft_exit_threshold": None}
-    if kind == AUTOREGRESSIVE:
-        plain |= {"generation_strategy": AUTOREGRESSIVE, "drafter": None, "num_speculations": -1}
-    else:
-        plain |= {"generation_strategy": "self_speculative", "drafter": None if kind in PEERS else kind}
-    try:
-        return kind, replace(base, **{**plain, **values})
-    except TypeError:
-        raise UsageError(f"--compare {name}: a setting has a value of the wrong kind") from None
+        field_name, equals, value = setting.partition("=")
+        require(bool(equals), "compare", name, "write a setting as name=value")
+        require(field_name not in values, "compare", name, f"{field_name} is set twice")
+        text = "," in value or field_name in TEXTS
+        values |= {field_name: value} if text else parse_key_values("compare", setting)
+    check_options(GenerationConfig, values, f"--compare {name}: ")
+    return kind, replace(base.autoregressive() if kind == AUTOREGRESSIVE else _drafting(kind, base), **values)
+
+
+def _drafting(kind: str, base: GenerationConfig) -> GenerationConfig:
+    """`base` without what is for other drafters than those in `kind`."""
+    parts = () if kind in PEERS else tuple(kind.split("+"))
+    unused: dict[str, Any] = {}
+    if "adapter" not in parts:
+        unused |= {"adapter": None}
+    if "early_exit" not in parts and kind not in PEERS:
+        unused |= {"exit_layer": -1}
+    if "skip_layer" not in parts:
+        unused |= {"skip_attn_layers": None, "skip_mlp_layers": None, "skip_layers": None}
+    if kind in ("prompt_lookup", *PEERS):
+        unused |= {"adaptive_draft_exit": False, "draft_exit_threshold": None}
+    return replace(base, generation_strategy="self_speculative", drafter="+".join(parts) or None, **unused)
 
 
 def make_strategies(

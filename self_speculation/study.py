@@ -51,9 +51,10 @@ class SkipStudy:
         self.space: dict[str, BaseDistribution] = {name: CategoricalDistribution((False, True))
                                                    for name in parameters(layers)}  # fmt: skip
         file = storage.removeprefix("sqlite:///") if storage.startswith("sqlite:///") or "://" not in storage else None
-        self.lock = FileLock(f"{file or folder / 'search'}.trials.lock")  # <journal>.lock is the journal's own
+        lock = Path(f"{file or folder / 'search'}.trials.lock")  # <journal>.lock is the journal's own
+        self.lock, self.storage = FileLock(lock), storage
         direction = StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE
-        with _explained(storage), self.lock:
+        with _explained(storage, None if lock.exists() else lock), self.lock:
             self.study = optuna.create_study(
                 storage=open_storage(storage), study_name=name, direction=direction, load_if_exists=True
             )
@@ -207,12 +208,14 @@ def _refuse_another(name: str, storage: str, before: dict[str, Any], now: dict[s
 
 
 @contextlib.contextmanager
-def _explained(storage: str) -> Iterator[None]:
-    """What a storage raises, in one line."""
+def _explained(storage: str, lock: Path | None) -> Iterator[None]:
+    """What a storage raises, in one line; `lock` is then left behind by none."""
     try:
         yield
     except (RunError, UsageError):
         raise
     except Exception as error:  # the database's own client raises many kinds
-        reason = " ".join(str(error).split())[:200]
+        if lock is not None:
+            lock.unlink(missing_ok=True)
+        reason = " ".join(str(error).split()).split(" [SQL:")[0].split(" (Background")[0][:200]
         raise RunError(f"--storage {storage}: cannot be used: {reason}") from error

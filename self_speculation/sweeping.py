@@ -64,11 +64,7 @@ def check_predictable(config: GenerationConfig, model: ModelConfig) -> None:
 
 def strategies(loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], seed: int) -> list[Strategy]:
     """Autoregressive decoding, then each cell."""
-    plain = replace(
-        config, generation_strategy=AUTOREGRESSIVE, drafter=None, draft_exit_threshold=None, adaptive_draft_exit=False,
-        skip_attn_layers=None, skip_mlp_layers=None, skip_layers=None, adapter=None,
-    )  # fmt: skip
-    made = [Strategy(AUTOREGRESSIVE, Generator(loaded, plain, seed=seed))]
+    made = [Strategy(AUTOREGRESSIVE, Generator(loaded, config.autoregressive(), seed=seed))]
     for exit_layer, length in cells:
         cell = replace(config, exit_layer=exit_layer or -1, num_speculations=length)
         name = cell_name(config.drafter or "", (exit_layer, length))

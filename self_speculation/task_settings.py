@@ -35,7 +35,7 @@ def level(kwargs: Mapping[str, Any]) -> Level:
     if steps is not None:
         given["max_steps"] = int(steps)
     if kwargs.get("do_sample") is not None:
-        given["sample"] = bool(kwargs["do_sample"])
+        given["sample"] = _truth(kwargs["do_sample"])
     if kwargs.get("until") is not None:
         given["stop_words"] = stop_strings(kwargs["until"])
     given.update({name: kind(kwargs[name]) for name, kind in NUMBERS.items() if kwargs.get(name) is not None})
@@ -86,6 +86,13 @@ def unknown(kwargs: Mapping[str, Any]) -> list[str]:
     """Arguments of a task that decoding here does not know and that would change its text."""
     neutral = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
     return [name for name, value in kwargs.items() if name not in KNOWN and neutral.get(name, ...) != value]
+
+
+def _truth(value: Any) -> bool:
+    """A value of `do_sample`, which YAML or JSON may have left as text."""
+    if isinstance(value, str) and value.lower() not in ("true", "false"):
+        raise ValueError(f"do_sample {value}: must be True or False")
+    return value.lower() == "true" if isinstance(value, str) else bool(value)
 
 
 def _decided(given: Level) -> Level:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .config import RunError, UsageError
+from .config import RunError, require
 from .decoding import Decoded, Observer
 from .generation import Generator
 from .stats import Stats
@@ -27,11 +27,16 @@ class TracePage:
     """
 
     def __init__(self, path: str):
-        if not path.endswith((".html", ".htm")):
-            raise UsageError(f"--trace {path}: the page is HTML; give a name that ends in .html")
+        require(path.endswith((".html", ".htm")), "trace", path, "the page is HTML; give a name that ends in .html")
         self.path = Path(path)
-        if self.path.is_dir() or not os.access(self.path.parent, os.W_OK):
-            raise RunError(f"--trace {path}: cannot be written; give a file in a folder that exists")
+        self.scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            self.scratch.touch()
+            self.scratch.unlink()
+        except OSError:
+            raise RunError(f"--trace {path}: cannot be written; give a file in a folder that exists") from None
+        if self.path.is_dir():
+            raise RunError(f"--trace {path}: this is a folder; give a file")
         self.sections: list[str] = []
 
     def trace(self, generator: Generator, prompt: list[int], sample_id: int, observer: Observer | None) -> Decoded:
@@ -49,14 +54,13 @@ class TracePage:
     def add(self, title: str, prompt: str, trace: Trace, stats: Stats, end: str) -> None:
         """Add one answer; `end` says what ended it."""
         self.sections.append(section(title, prompt, trace, stats, end))
-        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            scratch.write_text(page(self.sections), encoding="utf-8", errors="replace")
-            os.replace(scratch, self.path)
+            self.scratch.write_text(page(self.sections), encoding="utf-8", errors="replace")
+            os.replace(self.scratch, self.path)
         except OSError as error:
             raise RunError(f"--trace {self.path}: {error.strerror}") from None
         finally:
-            scratch.unlink(missing_ok=True)
+            self.scratch.unlink(missing_ok=True)
 
 
 def strategy(generator: Generator) -> str:

@@ -183,12 +183,21 @@ def test_names_of_strategies():
 
 @pytest.mark.parametrize("text,says", [
     ("erly_exit", "choose from"), ("early_exit:exit=3", "no setting exit"), ("hf,hf", "once"),
-    ("early_exit:exit_layer", "name=value"), ("early_exit:exit_layer=x", "wrong kind"),
+    ("early_exit:exit_layer", "name=value"), ("early_exit:exit_layer=x", "must be a whole number"),
     ("early_exit:exit_layer=0", "exit_layer"),
 ])  # fmt: skip
 def test_wrong_names_are_usage_errors(text, says):
     with pytest.raises(UsageError, match=says):
         parse_strategies(text, GenerationConfig())
+
+
+def test_slowness_is_explained_by_what_was_measured():
+    def said(rate, speedup):
+        return " ".join(benchmarking.slowness("early_exit", rate, 0.6, speedup, "use another --exit_layer"))
+
+    assert said(0.7, 1.1) == said(0.7, None) == said(0.5, 1.1) == ""
+    assert "acceptance is too low" in said(0.5, 0.9) and "use another --exit_layer" in said(0.5, None)
+    assert "0.90 x" in said(0.7, 0.9) and "above break-even" in said(0.7, 0.9) and "too low" not in said(0.7, 0.9)
 
 
 def test_exit_layers_out_of_range(model, tmp_path, capsys):

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import generate as script
-from self_speculation import cli
-from self_speculation.config import GenerationConfig, ModelConfig, RunConfig
+from self_speculation import cli, generate, generate_each, load
+from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, UsageError
 from tests.folders import save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +72,24 @@ def test_speculative_text_equals_autoregressive(run, tmp_path):
     assert int(speculative["new_tokens"]) == 12 == int(speculative["decode_tokens"]) + 1
     predictions = [json.loads(line) for line in next((tmp_path / "logs").glob("*.jsonl")).read_text().splitlines()]
     assert predictions[0]["prediction"] == predictions[1]["prediction"]
+
+
+def test_what_is_compared_with_is_the_whole_model(run, tmp_path):
+    """Also where a skip set is given, with which autoregressive decoding would take the draft for the model."""
+    arguments = ("--generation_strategy", "self_speculative", "--skip_mlp_layers", "1,2", "--num_speculations", "2")
+    code, _, err = run(*GREEDY, *arguments, "--compare_autoregressive")
+    assert code == 0 and "texts identical" in err
+    plain, speculative = rows(tmp_path)
+    assert (plain["skip_mlp"], speculative["skip_mlp"]) == ("", "1,2")
+
+
+@pytest.mark.parametrize("ask", [generate, generate_each, load])
+def test_python_names_the_nearest_option(ask):
+    name, near = ("dtpe", "dtype") if ask is load else ("max_step", "max_steps")
+    with pytest.raises(UsageError, match=f"no setting {name}; did you mean {near}"):
+        ask("nowhere", **({} if ask is load else {"prompt": "x"} if ask is generate else {"prompts": []}), **{name: 3})
+    with pytest.raises(UsageError, match="exit_layer '4': must be a whole number"):
+        generate("nowhere", "x", exit_layer="4")
 
 
 def test_zero_speculations_is_autoregressive(run, tmp_path):
@@ -139,7 +157,7 @@ USAGE_ERRORS = [
     (["--exit_layer", "6"], "--exit_layer 6: must be between 1 and 5"),
     (["--exit_layer", "999"], "--exit_layer 999: must be between 1 and 5"),
     (["--generation_strategy", "autoregressive", "--exit_layer", "6"], "--exit_layer 6: must be between 1 and 5"),
-    (["--exit_layer", "eight"], "invalid int value: 'eight'"),
+    (["--exit_layer", "eight"], "--exit_layer eight: must be a whole number"),
     (["--exit_layr", "3"], "did you mean --exit_layer?"),
     (["--exit", "3"], "unknown flag --exit"),
     (["--generation_strategy", "speculative"], "choose one of autoregressive, self_speculative"),

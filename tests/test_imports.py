@@ -19,7 +19,7 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"cli", "records", "responses", "scores", "costs", "prediction", "replay", "skip_scores", "skip_search", "skip_sets", "study",
      "grid", "task_settings", "training"},
     {"auto", "generation", "hf_generate", "peers", "strategies", "trace_page"},
-    {"benchmarking", "correctness", "evaluating", "harness", "searching", "sweeping"},
+    {"benchmarking", "correctness", "evaluating", "harness", "searching", "skip_results", "sweeping"},
 ]  # fmt: skip
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

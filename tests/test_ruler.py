@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ruler import FORMS, markdown, pooled, put_into, tables
+from self_speculation.config import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,7 +56,7 @@ def test_tables_go_into_a_part_of_a_file(tmp_path):
     put_into(f"{path}#eager", "new\n")
     expected = "a\n<!-- eager -->\nnew\n<!-- /eager -->\nb\n<!-- compiled -->\n<!-- /compiled -->\n"
     assert path.read_text() == expected
-    with pytest.raises(SystemExit, match="--into .*#other"):
+    with pytest.raises(RunError, match="--into .*#other"):
         put_into(f"{path}#other", "new\n")
     assert path.read_text() == expected
 

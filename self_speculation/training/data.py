@@ -6,6 +6,7 @@ import glob
 import hashlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -124,7 +125,8 @@ def _encode_all(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     kind: Any = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     count = 0
-    with tqdm(desc="tokens", unit="tok", unit_scale=True, disable=not distributed.is_main()) as bar:
+    bar = tqdm(desc="tokens", unit="tok", unit_scale=True, delay=0.1, disable=not distributed.is_main())
+    with bar:  # delayed, so that none is drawn before data that cannot be read is refused
         for batch in batches(documents(config), 256):
             encoded = tokenizer([text for _, text in batch], add_special_tokens=False)["input_ids"]
             for document, ids in zip(batch, encoded, strict=True):
@@ -163,14 +165,22 @@ def local_files(name: str) -> list[Path]:
     return [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
 
 
+def _is_path(name: str) -> bool:
+    """Whether `--data` cannot be a hub id."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "*" in name or Path(name).suffix in READERS
+
+
 def _rows(config: DataConfig) -> Iterator[dict[str, Any]]:
     """Rows of local files or of a hub data set, read as a stream."""
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below
     files = local_files(config.data or "")
     try:
         if not files:
+            if _is_path(config.data or ""):
+                raise RunError(f"--data {config.data}: no such file; {', '.join(READERS)} files are read")
             hub.go_offline_if_unreachable()
             yield from datasets.load_dataset(config.data, config.data_config, split=config.data_split, streaming=True)
         for file in files:
