@@ -132,7 +132,7 @@ def main() -> None:
     way = "compiled" if model.compiled else "direct" if model.backbone.direct else "view"
     floor = weights / bandwidth()
     drafted = exit_layer / model.num_layers * layers + head
-    print(f"{loaded.name}, {str(model.dtype).removeprefix('torch.')}, {way}, exit layer {exit_layer} of "
+    print(f"{loaded.name}, {model.dtype_name}, {way}, exit layer {exit_layer} of "
           f"{model.num_layers}, {k} speculations, {torch.get_num_threads()} threads")  # fmt: skip
     for name, seconds in parts.items():
         print(f"{1e3 * seconds:9.2f} ms  {name.removeprefix('round ')}")

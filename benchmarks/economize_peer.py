@@ -80,7 +80,7 @@ class EconomizeGenerator(Peer):
         drafts = self.kind != "economize"
         exits = self.kind in ("economize_early_exit", "economize_hybrid")
         return {
-            "model": self.loaded.name, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+            "model": self.loaded.name, "dtype": model.dtype_name, "device": str(model.device),
             "seed": self.seed, "generation_strategy": self.kind, "exit_layer": config.exit_layer if exits else None,
             "num_speculations": config.num_speculations if drafts else None, "sample": not config.greedy,
             "temperature": None if config.greedy else config.temperature, "max_steps": config.max_steps,

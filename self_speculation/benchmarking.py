@@ -162,8 +162,7 @@ def _decode(
                     yield sample.id, sample.ids
 
         for sample_id, decoded in strategy.generator.each(prompts()):
-            if decoded.stop_reason == "interrupted":
-                raise KeyboardInterrupt
+            decoded.complete()
             sample, turn = mine.pop(sample_id)
             if not together:
                 yield sample, [strategy], {strategy.name: decoded}
@@ -180,8 +179,7 @@ def warm_up(loaded: Loaded, strategies: Sequence[Strategy], sample: Sample) -> N
         config = strategy.generator.config
         short = strategy.with_steps(loaded, min(WARM_UP_STEPS, config.max_steps or 1))
         for _, decoded in short.each([(sample.id, sample.ids)] * config.batch_size):
-            if decoded.stop_reason == "interrupted":
-                raise KeyboardInterrupt
+            decoded.complete()
 
 
 def sample_row(strategy: Strategy, sample: Sample, decoded: Decoded, dataset: DataConfig) -> Row:

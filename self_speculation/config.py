@@ -236,16 +236,14 @@ class GenerationConfig:
         require(self.exit_layer == -1 or self.exit_layer >= 1, "exit_layer", self.exit_layer,
                 "must be at least 1 and below the model's number of layers, or -1")  # fmt: skip
         require(self.num_speculations >= -1, "num_speculations", self.num_speculations, "must be -1, 0 or more")
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "must be 1 or more")
+        least = {"batch_size": 1, "lookup_ngram": 1, "max_steps": 1, "top_k": 0, "no_repeat_ngram_size": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            require(value is None or value >= bound, name, value, f"must be {bound} or more")
         require(self.batch_size == 1 or not self.carry_draft_exit, "batch_size", self.batch_size,
                 "--carry_draft_exit carries a threshold from prompt to prompt, one at a time")  # fmt: skip
-        require(self.lookup_ngram >= 1, "lookup_ngram", self.lookup_ngram, "must be 1 or more")
-        if self.max_steps is not None:
-            require(self.max_steps >= 1, "max_steps", self.max_steps, "must be 1 or more")
         if self.temperature is not None:
             require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "must be 0 or more")
-        if self.top_k is not None:
-            require(self.top_k >= 0, "top_k", self.top_k, "must be 0 or more")
         if self.top_p is not None:
             require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
         if self.min_p is not None:
@@ -253,9 +251,6 @@ class GenerationConfig:
         if self.repetition_penalty is not None:
             require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", self.repetition_penalty,
                     "must be above 0")  # fmt: skip
-        if self.no_repeat_ngram_size is not None:
-            require(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size", self.no_repeat_ngram_size,
-                    "must be 0 or more")  # fmt: skip
         for token in self.stop_token_ids or ():
             require(token >= 0, "stop_token_ids", token, "must be 0 or more")
         require_choice("draft_exit_rule", self.draft_exit_rule, DRAFT_EXIT_RULES)

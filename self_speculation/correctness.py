@@ -112,9 +112,7 @@ def check_tokens(
     """The greedy texts of one sample, and a verdict on the first against each of the others."""
     decoded: dict[str, Decoded] = {}
     for strategy in strategies:
-        decoded[strategy.name] = strategy.generator(sample.ids, sample_id=sample.id)
-        if decoded[strategy.name].stop_reason == "interrupted":
-            raise KeyboardInterrupt
+        decoded[strategy.name] = strategy.generator(sample.ids, sample_id=sample.id).complete()
     tested, *others = strategies
     ends = (*loaded.eos_ids, *(tested.generator.config.stop_token_ids or ()))
     sampler = Sampler(tested.generator.config, device=loaded.model.device, vocab_limit=len(loaded.tokenizer))
@@ -207,9 +205,7 @@ def check_distribution(loaded: Loaded, tested: Strategy, sample: Sample) -> tupl
     assert isinstance(generator, Generator)
     sampler = generator.sampler(sample.id, RecordingSampler)
     assert isinstance(sampler, RecordingSampler)
-    text = generator(sample.ids, sample_id=sample.id, sampler=sampler)
-    if text.stop_reason == "interrupted":
-        raise KeyboardInterrupt
+    text = generator(sample.ids, sample_id=sample.id, sampler=sampler).complete()
     with_drafts = [seen for seen in sampler.seen if seen.draft] or sampler.seen
     chosen = with_drafts[:: max(1, len(with_drafts) // PLACES)][:PLACES]
     verdicts = [check_verification(loaded, sampler, seen, len(sample.ids)) for seen in chosen]

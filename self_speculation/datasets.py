@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import hub
 from .config import RunError, UsageError, flag, require, require_choice
-
-Row = dict[str, Any]
+from .sources import SOURCES, Row, Source, listed
 
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
-FIRST_WORDS = 100  # of an article that cnn_dm_lm continues
 
 
 @dataclass(frozen=True)
@@ -31,101 +29,8 @@ class Example:
     prompt: str
     reference: str | None = None
     messages: list[dict[str, str]] | None = None  # the prompt as a chat, for a model with a chat template
-    follow_ups: list[str] = field(default_factory=list)  # what the user says in later turns
     row: Row = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Source:
-    """Where a data set lives on the hub, the columns it must have, and how a row becomes an example."""
-
-    columns: tuple[str, ...]
-    example: Callable[[Row], Row]  # prompt and, where there is one, reference, messages, follow_ups
-    shot: Callable[[Row], str] | None = None  # a row with its answer, to stand before a prompt
-    repository: str | None = None
-    name: str | None = None  # of the configuration within the repository
-    split: str = "test"
-    revision: str = "main"
-    id_column: str = "id"
-    files: tuple[str, ...] = ()  # other names of its files in a folder
-
-
-def _summarization(article: str, summary: str, **where: Any) -> Source:
-    return Source(
-        columns=(article, summary),
-        example=lambda row: {"prompt": f"Article: {row[article]}\nSummary:", "reference": row[summary]},
-        shot=lambda row: f"Article: {row[article]}\nSummary: {' '.join(row[summary].split())}\n",
-        **where,
-    )
-
-
-def _continuation(row: Row) -> Row:
-    words = row["article"].split()
-    return {"prompt": " ".join(words[:FIRST_WORDS]), "reference": " ".join(words[FIRST_WORDS:])}
-
-
-def _turns(row: Row) -> Row:
-    turns, references = _list(row["prompt"]), _list(row.get("reference"))
-    return {
-        "prompt": turns[0],
-        "reference": references[0] if references else None,
-        "messages": [{"role": "user", "content": turns[0]}],
-        "follow_ups": turns[1:],
-    }
-
-
-def _first_question(row: Row) -> Row:
-    """What a user of ShareGPT asked first, and the answer there."""
-    turns = [(turn["from"], turn["value"]) for turn in _list(row["conversations"])]
-    asked = next((place for place, (who, _) in enumerate(turns) if who in ("human", "user")), 0)
-    question = turns[asked][1]
-    return {
-        "prompt": question,
-        "reference": turns[asked + 1][1] if asked + 1 < len(turns) else None,
-        "messages": [{"role": "user", "content": question}],
-        "follow_ups": [text for who, text in turns[asked + 1 :] if who in ("human", "user")],
-    }
-
-
-CNN_DM: dict[str, Any] = {
-    "repository": "abisee/cnn_dailymail",
-    "name": "3.0.0",
-    "revision": "96df5e686bee6baa90b8bee7c28b81fa3fa6223d",
-}
-SOURCES = {
-    "cnn_dm_summarization": _summarization("article", "highlights", **CNN_DM),
-    "xsum_summarization": _summarization(
-        "document", "summary", repository="EdinburghNLP/xsum", revision="refs/convert/parquet"
-    ),
-    "cnn_dm_lm": Source(("article",), _continuation, files=("cnn_dm_summarization",), **CNN_DM),
-    "human_eval": Source(
-        ("prompt", "canonical_solution", "test", "entry_point"),
-        lambda row: {"prompt": row["prompt"], "reference": row["canonical_solution"]},
-        repository="openai/openai_humaneval",
-        revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
-        id_column="task_id",
-    ),
-    "custom_jsonl": Source((), lambda row: row),
-    "top_v2": Source(
-        ("utterance", "semantic_parse"),
-        lambda row: {"prompt": row["utterance"], "reference": row["semantic_parse"]},
-        repository="WillHeld/top_v2",
-    ),
-    "chat_format": Source((), lambda row: row),
-    "gsm8k": Source(
-        ("question", "answer"),
-        lambda row: {"prompt": f"Question: {row['question']}\n\nAnswer:", "reference": row["answer"]},
-        lambda row: f"Question: {row['question']}\n\nAnswer: {row['answer']}\n\n",
-        repository="openai/gsm8k",
-        name="main",
-        revision="e53f048856ff4f594e959d75785d2c2d37b678ee",
-    ),
-    "mt_bench": Source(
-        ("prompt",), _turns, repository="HuggingFaceH4/mt_bench_prompts", split="train", id_column="prompt_id"
-    ),
-    "sharegpt_gpt4": Source(("conversations",), _first_question, repository="shibing624/sharegpt_gpt4", split="train"),
-}
-"""Commits are pinned where they are known; `main` and `refs/convert/parquet` (the hub's own conversion) move."""
 
 WITH_SHOTS = tuple(name for name, source in SOURCES.items() if source.shot)
 
@@ -197,9 +102,7 @@ def _example(id: str, row: Row, source: Source, shots: str, template: str | None
     if template is not None:
         prompt = template.replace("{message}", prompt)
         parts["messages"] = None  # the template takes the place of the model's chat template
-    return Example(
-        id, prompt, parts["reference"] or None, parts.get("messages"), list(parts.get("follow_ups") or []), row
-    )
+    return Example(id, prompt, parts["reference"] or None, parts.get("messages"), row)
 
 
 def _shots(
@@ -370,7 +273,7 @@ def _conversation(row: Row, path: Path) -> list[Row]:
     (role, message), LayerSkip's format, is answered at every turn of PARSER from the turns before it, but the first.
     """
     if row.get("data") is not None:
-        turns = _list(row["data"])
+        turns = listed(row["data"])
         return [
             {
                 "id": None if row.get("id") is None else f"{row['id']}/{place}",
@@ -381,7 +284,7 @@ def _conversation(row: Row, path: Path) -> list[Row]:
             if turn["role"] == "PARSER"
         ]
     _need(row, ("messages",), "chat_format", path)
-    messages = [{"role": turn["role"], "content": turn["content"]} for turn in _list(row["messages"])]
+    messages = [{"role": turn["role"], "content": turn["content"]} for turn in listed(row["messages"])]
     answered = bool(messages) and messages[-1]["role"] == "assistant"
     asked = messages[:-1] if answered else messages
     if not asked:
@@ -399,13 +302,3 @@ def _conversation(row: Row, path: Path) -> list[Row]:
 def _as_text(turns: list[Row], content: str) -> str:
     """A conversation for a model without a chat template."""
     return "".join(f"\n[{turn['role']}]\n{turn[content]}\n[/{turn['role']}]" for turn in turns)
-
-
-def _list(value: Any) -> list[Any]:
-    """A list column, which a CSV file holds as JSON; a single text is a list of one."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return [value]
-    return [] if value in (None, "") else list(value) if isinstance(value, (list, tuple)) else [value]

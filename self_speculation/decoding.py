@@ -46,6 +46,12 @@ class Decoded:
     stop_reason: str
     stats: Stats
 
+    def complete(self) -> Decoded:
+        """This text; `KeyboardInterrupt` where Ctrl-C cut it short."""
+        if self.stop_reason == "interrupted":
+            raise KeyboardInterrupt
+        return self
+
 
 @dataclass(frozen=True)
 class DraftAlone:

@@ -164,7 +164,7 @@ class Generator:
             **(self.draft_alone.adapter.columns() if self.draft_alone and self.draft_alone.adapter else {}),
             **self.drafter.columns(),
             "model": self.loaded.name,
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": model.dtype_name,
             "device": str(model.device),
             "compile": model.compiled and config.batch_size == 1,
             "seed": self.seed,

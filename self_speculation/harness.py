@@ -218,9 +218,7 @@ class SelfSpeculativeLM(HFLM):
             for generator, places in groups.values():
                 ids: dict[object, int] = {}
                 for name, decoded in generator.each(self._prompts(generator, requests, distributed.pull(places), ids)):
-                    if decoded.stop_reason == "interrupted":
-                        raise KeyboardInterrupt
-                    texts[ids[name]] = self._keep(generator, requests[ids[name]], decoded)
+                    texts[ids[name]] = self._keep(generator, requests[ids[name]], decoded.complete())
                     progress.add()
         return texts
 

@@ -108,11 +108,6 @@ def percentiles(values: Iterable[float | None], name: str) -> dict[str, float | 
     return {f"{name}_p{percent}": point for percent, point in zip(PERCENTILES, points, strict=True)}
 
 
-def acceptance_rate(drafted: int | None, accepted: int | None) -> float | None:
-    """accepted / drafted; None when nothing was drafted."""
-    return ratio(accepted, drafted)
-
-
 def ratio(part: float | None, whole: float | None) -> float | None:
     """part / whole, None when either is missing or the whole is 0."""
     return part / whole if whole and part is not None else None
@@ -134,7 +129,7 @@ def pooled(rows: Sequence[Row], fixed: Iterable[str]) -> Row:
     for column in SUMMED:
         known = [row[column] for row in rows if row.get(column) is not None]
         pool[column] = sum(known) if known else None
-    pool["acceptance_rate"] = acceptance_rate(pool["drafted"], pool["accepted"])
+    pool["acceptance_rate"] = ratio(pool["accepted"], pool["drafted"])
     pool["tokens_per_round"] = ratio(pool["decode_tokens"], pool["rounds"])
     pool["tokens_per_second"] = ratio(pool["decode_tokens"], pool["decode_s"])
     pool["metrics"] = {

@@ -13,15 +13,12 @@ A second table of the same run has a suffix after the stem, such as `_samples`. 
 from __future__ import annotations
 
 import contextlib
-import csv
 import glob
 import importlib.metadata
 import json
 import os
 import re
-import signal
 import subprocess
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
@@ -32,6 +29,19 @@ from typing import Any
 
 from . import distributed
 from .config import RunError, UsageError
+from .files import (
+    Row,
+    as_cell,
+    as_text,
+    drop_torn_line,
+    one_line_errors,
+    read_csv,
+    read_lines,
+    reason,
+    replacing,
+    uninterrupted,
+    write_csv,
+)
 
 SAMPLE_COLUMNS = (
     "run_id", "timestamp", "script", "git_sha", "model", "dtype", "device", "torch", "transformers", "world_size",
@@ -53,8 +63,6 @@ UNCOMPARED = {"output_dir", "resume", "debug", "streamer", "verbosity", "n_trial
 """Settings that may differ between a run and its resumption: they do not change its rows."""
 
 _STEM = re.compile(r"(\w+_\d{8}-\d{6}(?:-\d+)?)(?=$|[._])")
-
-Row = dict[str, Any]
 
 
 class RunLog:
@@ -95,9 +103,9 @@ class RunLog:
         self.path = Path(f"{self._base}.csv")
         self.earlier: list[Row] = distributed.on_main(lambda: [row for row, _ in self._read()])
         self.done = {self.key_of(row) for row in self.earlier}
-        with _one_line_errors(f"cannot write {self._base}"):
+        with one_line_errors(f"cannot write {self._base}"):
             shard = Path(f"{self._base}.rank{distributed.rank()}.part.jsonl")
-            _drop_torn_line(shard)
+            drop_torn_line(shard)
             self._shard = open(shard, "a", encoding="utf-8", buffering=1)  # a line is handed to the system at once
 
     @property
@@ -107,16 +115,16 @@ class RunLog:
     def key_of(self, row: Row) -> str | tuple[str, ...]:
         """What tells `row` from the others, as text."""
         if isinstance(self.key, str):
-            return _text(row.get(self.key))
-        return tuple(_text(row.get(name)) for name in self.key)
+            return as_text(row.get(self.key))
+        return tuple(as_text(row.get(name)) for name in self.key)
 
     def write(self, row: Row, **prediction: Any) -> None:
         """Add a row, safe from a kill on return. `prediction=...` (and `reference=`, ...) goes to the .jsonl."""
         if distributed.follows():
             return
         assert set([self.key] if isinstance(self.key, str) else self.key) <= set(row), f"a row needs its key {self.key}"
-        row = {name: _cell(value) for name, value in {**self.identity(), **row}.items()}
-        with _one_line_errors(f"cannot write {self._shard.name}"):
+        row = {name: as_cell(value) for name, value in {**self.identity(), **row}.items()}
+        with one_line_errors(f"cannot write {self._shard.name}"):
             self._shard.write(json.dumps([row, prediction or None], default=str) + "\n")
 
     def identity(self) -> Row:
@@ -166,18 +174,18 @@ class RunLog:
             return []
         entries = self._read()
         if order is not None:
-            places = {tuple(map(_text, k)) if isinstance(k, tuple) else _text(k): i for i, k in enumerate(order)}
-            keys_of = [(self.key_of(row), _text(row.get(self._first_key))) for row, _ in entries]
+            places = {tuple(map(as_text, k)) if isinstance(k, tuple) else as_text(k): i for i, k in enumerate(order)}
+            keys_of = [(self.key_of(row), as_text(row.get(self._first_key))) for row, _ in entries]
             ranks = [places.get(key, places.get(first, len(places))) for key, first in keys_of]
             entries = [entries[i] for i in sorted(range(len(entries)), key=ranks.__getitem__)]
         rows = [row for row, _ in entries]
         keys = [self.key] if isinstance(self.key, str) else self.key
-        with _one_line_errors(f"cannot write {self.path}"), _uninterrupted():
+        with one_line_errors(f"cannot write {self.path}"), uninterrupted():
             if any(prediction for _, prediction in entries):
-                with _replacing(f"{self._base}.jsonl") as file:
+                with replacing(f"{self._base}.jsonl") as file:
                     for row, prediction in entries:
                         file.write(json.dumps({**{k: row.get(k) for k in keys}, **(prediction or {})}) + "\n")
-            _write_csv(self.path, self.columns, rows)
+            write_csv(self.path, self.columns, rows)
             for shard in self._shards().values():
                 os.remove(shard)
         return rows
@@ -186,10 +194,10 @@ class RunLog:
         """(row, prediction) of the CSV and the shards, each key once: the latest row, the main process's last."""
         entries: list[tuple[Row, Row | None]] = []
         if self.path.exists():
-            entries = [(row, None) for row in _read_csv(self.path)]
-            predictions = {self.key_of(line): line for line in _read_lines(f"{self._base}.jsonl")}
+            entries = [(row, None) for row in read_csv(self.path)]
+            predictions = {self.key_of(line): line for line in read_lines(f"{self._base}.jsonl")}
             entries = [(row, predictions.get(self.key_of(row))) for row, _ in entries]
-        shards = {rank: _read_lines(path) for rank, path in self._shards().items()}
+        shards = {rank: read_lines(path) for rank, path in self._shards().items()}
         turns = [(turn, rank, line) for rank, lines in shards.items() for turn, line in enumerate(lines)]
         entries += [(row, prediction) for _, _, (row, prediction) in sorted(turns, key=lambda turn: turn[:2])]
         if not self.key:
@@ -212,11 +220,11 @@ def append_run(output_dir: str | os.PathLike[str], *rows: Row) -> None:
     from filelock import FileLock
 
     path = Path(output_dir, "runs.csv")
-    ids = {_text(row.get("run_id")) for row in rows}
-    with _one_line_errors(f"cannot write {path}"), FileLock(path.with_name(".runs.lock")), _uninterrupted():
-        before = [row for row in _read_csv(path) if _text(row["run_id"]) not in ids] if path.exists() else []
-        cells = [{name: _cell(row.get(name)) for name in RUN_COLUMNS} for row in rows]
-        _write_csv(path, RUN_COLUMNS, before + cells)
+    ids = {as_text(row.get("run_id")) for row in rows}
+    with one_line_errors(f"cannot write {path}"), FileLock(path.with_name(".runs.lock")), uninterrupted():
+        before = [row for row in read_csv(path) if as_text(row["run_id"]) not in ids] if path.exists() else []
+        cells = [{name: as_cell(row.get(name)) for name in RUN_COLUMNS} for row in rows]
+        write_csv(path, RUN_COLUMNS, before + cells)
 
 
 @cache
@@ -243,7 +251,7 @@ def _version(package: str) -> str:
 
 def _claim(script: str, output_dir: str | os.PathLike[str], config: dict[str, Any]) -> tuple[str, str]:
     """Take a stem no other run has, by creating its configuration file: (stem, run_id)."""
-    with _one_line_errors(f"--output_dir {output_dir}: cannot write there"):
+    with one_line_errors(f"--output_dir {output_dir}: cannot write there"):
         os.makedirs(output_dir, exist_ok=True)
         name = first = f"{script}_{datetime.now():%Y%m%d-%H%M%S}"
         for attempt in range(1, 1000):
@@ -267,7 +275,7 @@ def _resume(script: str, config: dict[str, Any], resume: str) -> tuple[str, str]
         before, run_id, saved_script = saved["config"], saved["run_id"], saved["script"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"--resume {resume}: no run to resume; a run's CSV has a .json of its name beside it ({_reason(error)})"
+            f"--resume {resume}: no run to resume; a run's CSV has a .json of its name beside it ({reason(error)})"
         ) from None
     if saved_script != script:
         raise UsageError(f"--resume {resume}: this is a run of {saved_script}, not of {script}")
@@ -277,101 +285,3 @@ def _resume(script: str, config: dict[str, Any], resume: str) -> tuple[str, str]
         changes = ", ".join(f"{name} was {before.get(name)}, now {now.get(name)}" for name in sorted(differing))
         raise UsageError(f"--resume {resume}: the run has another configuration: {changes}")
     return str(stem), run_id
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _cell(value: Any) -> Any:
-    """A value as a CSV cell: lists joined by commas, dictionaries as JSON, what does not apply empty."""
-    if isinstance(value, dict):
-        return json.dumps(value, default=str)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return ",".join(map(str, sorted(value) if isinstance(value, (set, frozenset)) else value))
-    return value
-
-
-def _typed(text: str) -> Any:
-    """A CSV cell as number, bool, None or text; only where writing it again gives the same cell."""
-    words: dict[str, Any] = {"": None, "True": True, "False": False}
-    for value in (words.get(text, text), *_numbers(text)):
-        if value != text and _text(value) == text:
-            return value
-    return text
-
-
-def _numbers(text: str) -> Iterator[int | float]:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            yield kind(text)
-
-
-def _read_csv(path: Path) -> list[Row]:
-    with _one_line_errors(f"cannot read {path}"), open(path, encoding="utf-8", newline="") as file:
-        return [{name: _typed(text or "") for name, text in row.items()} for row in csv.DictReader(file)]
-
-
-def _write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """`columns`, then what else the rows hold, in the order it appears."""
-    names = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
-    with _replacing(path) as file:
-        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _read_lines(path: str) -> list[Any]:
-    """The JSON lines of a file, without a torn last one; [] if there is no such file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].split("\n")[:-1]]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {_reason(error)}") from None
-
-
-def _drop_torn_line(path: Path) -> None:
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-@contextlib.contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """A file that takes the place of `path` when it is complete, never before."""
-    draft = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(draft, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(draft)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits no longer than a merge takes: ignored until the block ends."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _one_line_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{what}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

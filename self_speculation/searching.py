@@ -117,7 +117,7 @@ class Task:
                     if getattr(config, field.name) != field.default}  # fmt: skip
         return {
             "model": self.loaded.name, "weights": fingerprint(self.loaded.model.hf_model), "samples": samples,
-            "dtype": str(model.dtype).removeprefix("torch."), "objective": search.objective,
+            "dtype": model.dtype_name, "objective": search.objective,
             "objective_mode": search.objective_mode, "min_skipped": search.min_skipped,
             "most_speculations": search.most_speculations, "depth": search.depth, "generation": settings,
         }  # fmt: skip
@@ -188,7 +188,7 @@ def write_texts(loaded: Loaded, config: GenerationConfig, samples: Sequence[Samp
     own: dict[str, Decoded] = {}
     with distributed.own_work(), distributed.Progress(len(samples), desc="texts", unit="text") as progress:
         for sample in distributed.pull(samples):
-            own[sample.id] = _decoded(generator, sample)
+            own[sample.id] = generator(sample.ids, sample_id=sample.id).complete()
             progress.add()
     texts = _merged(own)
     if not any(text.stats.decode_tokens for text in texts.values()):
@@ -255,20 +255,13 @@ def generate_score(task: Task, generator: Generator, skip: SkipSet) -> Score:
     drafter = generator.drafter
     assert isinstance(drafter, SkipLayerDrafter)
     drafter.skip = skip
-    stats = pooled(_decoded(generator, sample).stats for sample in task.samples)
+    stats = pooled(generator(sample.ids, sample_id=sample.id).complete().stats for sample in task.samples)
     seconds = stats.decode_s / max(1, stats.decode_tokens)
     plain = task.plain.decode_s / max(1, task.plain.decode_tokens)
     return Score(
         generator.config.num_speculations, stats.acceptance_rate or 0.0, stats.tokens_per_round or 0.0, seconds,
         plain / seconds if seconds else 0.0,
     )  # fmt: skip
-
-
-def _decoded(generator: Generator, sample: Sample) -> Decoded:
-    decoded = generator(sample.ids, sample_id=sample.id)
-    if decoded.stop_reason == "interrupted":
-        raise KeyboardInterrupt
-    return decoded
 
 
 def make_evaluate(task: Task, scorer: SkipScorer) -> Callable[[SkipSet], Score]:

@@ -122,7 +122,7 @@ def write_result(
     found = {
         "attn": sorted(skip.attn), "mlp": sorted(skip.mlp), "num_speculations": row["num_speculations"],
         "model": task.loaded.name, "fingerprint": fingerprint(task.loaded.model.hf_model),
-        "dtype": str(task.loaded.model.dtype).removeprefix("torch."), "dataset": data.dataset,
+        "dtype": task.loaded.model.dtype_name, "dataset": data.dataset,
         "num_samples": len(task.samples), "trials": trials, "objective": task.search.objective,
         "predicted" if task.search.objective_mode == "score" else "as_searched": predicted, "measured": measured,
     }  # fmt: skip

@@ -14,7 +14,6 @@ from .benchmarking import Sample, measure, round_costs
 from .config import GenerationConfig, ModelConfig, UsageError, require
 from .costs import spread
 from .datasets import DataConfig
-from .decoding import Decoded
 from .drafters.layers import SkipLayerDrafter
 from .generation import Generator
 from .grid import PREDICTED_COLUMNS, Cell, Row, cell_name
@@ -127,9 +126,7 @@ def predict_rounds(
     todo = [sample for sample in samples if sample.id in missing]
     with distributed.Progress(len(todo), desc="predict", unit="text") as progress:
         for sample in distributed.pull(todo):
-            decoded: Decoded = plain(sample.ids, sample_id=sample.id)
-            if decoded.stop_reason == "interrupted":
-                raise KeyboardInterrupt
+            decoded = plain(sample.ids, sample_id=sample.id).complete()
             sampler = Sampler(config, device=loaded.model.device, vocab_limit=len(loaded.tokenizer))
             text, budget = (loaded.model, sampler, sample.ids, decoded), config.max_steps or 0
             if skip is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .config import RunError, require
 from .decoding import Decoded, Observer
+from .files import one_line_errors, replacing
 from .generation import Generator
 from .stats import Stats
 from .tracing import KINDS, Observers, Trace, TracedSampler, TracedToken
@@ -29,14 +30,8 @@ class TracePage:
     def __init__(self, path: str):
         require(path.endswith((".html", ".htm")), "trace", path, "the page is HTML; give a name that ends in .html")
         self.path = Path(path)
-        self.scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            self.scratch.touch()
-            self.scratch.unlink()
-        except OSError:
-            raise RunError(f"--trace {path}: cannot be written; give a file in a folder that exists") from None
-        if self.path.is_dir():
-            raise RunError(f"--trace {path}: this is a folder; give a file")
+        if self.path.is_dir() or not os.access(self.path.parent, os.W_OK):
+            raise RunError(f"--trace {path}: cannot be written; give a file in a folder that exists")
         self.sections: list[str] = []
 
     def trace(self, generator: Generator, prompt: list[int], sample_id: int, observer: Observer | None) -> Decoded:
@@ -54,13 +49,8 @@ class TracePage:
     def add(self, title: str, prompt: str, trace: Trace, stats: Stats, end: str) -> None:
         """Add one answer; `end` says what ended it."""
         self.sections.append(section(title, prompt, trace, stats, end))
-        try:
-            self.scratch.write_text(page(self.sections), encoding="utf-8", errors="replace")
-            os.replace(self.scratch, self.path)
-        except OSError as error:
-            raise RunError(f"--trace {self.path}: {error.strerror}") from None
-        finally:
-            self.scratch.unlink(missing_ok=True)
+        with one_line_errors(f"--trace {self.path}"), replacing(self.path) as file:
+            file.write(page(self.sections))
 
 
 def strategy(generator: Generator) -> str:
@@ -71,7 +61,7 @@ def strategy(generator: Generator) -> str:
     words += [f"exit layer {config.exit_layer}"] if config.exit_layer > 0 else []
     words += [f"up to {config.num_speculations} drafts a round"] if config.num_speculations > 0 else []
     words.append("greedy" if config.greedy else f"temperature {config.temperature}")
-    return ", ".join([*words, str(generator.loaded.model.dtype).removeprefix("torch.")])
+    return ", ".join([*words, generator.loaded.model.dtype_name])
 
 
 def page(sections: Sequence[str]) -> str:

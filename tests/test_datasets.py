@@ -56,11 +56,10 @@ def test_prompt_formats():
     parse = take("top_v2", random_shuffle=False)[0]
     assert parse.prompt == "wake me up at six tomorrow" and parse.reference.startswith("[IN:CREATE_ALARM")
     bench = take("mt_bench", random_shuffle=False)[2]
-    assert bench.messages == [{"role": "user", "content": bench.prompt}] and len(bench.follow_ups) == 1
+    assert bench.messages == [{"role": "user", "content": bench.prompt}]
     assert bench.reference == "Cleo is the shortest." and take("mt_bench", random_shuffle=False)[0].reference is None
     share = take("sharegpt_gpt4", random_shuffle=False)[4]
     assert share.messages == [{"role": "user", "content": share.prompt}] and share.reference.startswith("A list can be")
-    assert share.follow_ups == ["When would you use a tuple?"]
 
 
 def test_chats(tmp_path):
@@ -109,7 +108,7 @@ def test_local_copies_give_the_same_in_every_format(tmp_path, name, layout):
         table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell).to_csv(path, index=False)
     else:
         path.write_text(json.dumps(rows))
-    parts = ("id", "prompt", "reference", "follow_ups")
+    parts = ("id", "prompt", "reference")
     expected = [[getattr(e, part) for part in parts] for e in take(name)]
     assert [[getattr(e, part) for part in parts] for e in take(name, tmp_path)] == expected
     if "/" not in layout:

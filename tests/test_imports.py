@@ -12,14 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "self_speculation"
 LEVELS = [  # each may import from its own and from earlier ones
     {"config"},
-    {"hub", "watch"},
+    {"files", "hub", "watch"},
     {"distributed", "modeling", "loading", "adapters"},
-    {"drafters", "sampling", "stopping", "stats"},
+    {"drafters", "sampling", "sources", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},
-    {"cli", "records", "responses", "scores", "costs", "prediction", "replay", "skip_scores", "skip_search", "skip_sets", "study",
-     "grid", "task_settings", "training"},
+    {"cli", "records", "responses", "scores", "costs", "prediction", "replay", "skip_scores", "skip_search", "skip_sets",
+     "study", "grid", "prompts", "task_settings", "training"},
     {"auto", "generation", "hf_generate", "peers", "strategies", "trace_page"},
-    {"benchmarking", "correctness", "evaluating", "harness", "searching", "skip_results", "sweeping"},
+    {"answering", "benchmarking", "correctness", "evaluating", "harness", "searching", "skip_results", "sweeping"},
 ]  # fmt: skip
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

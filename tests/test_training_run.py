@@ -237,9 +237,3 @@ def test_mistakes_are_named(work, more, message):
 def test_a_missing_configuration_is_named(work):
     with pytest.raises(RunError, match="--config .*nothing.json: cannot be read"):
         run(flags(work, "--config", str(work / "nothing.json")))
-
-
-def test_a_usage_error_is_one_line():
-    process = launch(["--config", "scratch"])
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and errors.startswith("error: --data: give") and errors.count("\n") == 1

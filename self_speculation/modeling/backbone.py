@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from ..config import RunError
 from .cache import KVCache
 from .compiled import Compiled
+from .masks import as_mask, visible_keys
 from .views import view_of
 
 TABLE_STEP = 1024  # rotary tables grow by this many positions
@@ -222,14 +223,28 @@ class DirectLayers:
             window = self.windows[index]
             if window not in masks:
                 masks[window] = self.mask(position, n, window, hidden)
-            given = {
-                "attention_mask": masks[window],
-                "position_embeddings": rotary[self.table_of_layer[index]],
-                "position_ids": self.position_ids[:, position : position + n],
-                self.backbone.cache_name: cache,
-            }
-            hidden = layer(hidden, **{**self.keywords[index], **given})
+            positions = self.position_ids[:, position : position + n]
+            hidden = self.call(index, layer, hidden, masks[window], rotary, positions, cache)
         return hidden
+
+    def call(
+        self,
+        index: int,
+        layer: nn.Module,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        rotary: list[tuple[torch.Tensor, ...]],
+        positions: torch.Tensor,
+        cache: Any,
+    ) -> torch.Tensor:
+        """Run the layer in slot `index`; `rotary` holds each table's rows of the `positions` [rows, n]."""
+        given = {
+            "attention_mask": mask,
+            "position_embeddings": rotary[self.table_of_layer[index]],
+            "position_ids": positions,
+            self.backbone.cache_name: cache,
+        }
+        return layer(hidden, **{**self.keywords[index], **given})
 
     def cover(self, positions: int) -> None:
         """Let the rotary tables reach this many positions."""
@@ -250,13 +265,7 @@ class DirectLayers:
         first = 0 if window is None else max(0, position - window + 1)
         keys = torch.arange(first, position + n, device=like.device)
         queries = torch.arange(position, position + n, device=like.device)[:, None]
-        visible = keys <= queries
-        if window is not None:
-            visible &= keys > queries - window
-        if self.attention == "eager":
-            lowest = torch.finfo(like.dtype).min
-            return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, lowest)[None, None]
-        return visible[None, None]
+        return as_mask(visible_keys(keys, queries, window)[None, None], like, self.attention)
 
     def _record(self, tokens: int, position: int, **kwargs: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """What the family's forward gives each layer for `tokens` tokens at `position`."""

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .backbone import layer_windows
 from .cache import KVCache, PositionedLayer
+from .masks import as_mask, visible_keys
 from .model import ExitStates, KeptStates, SelfSpeculativeModel
 from .skip import SkipSet
 
@@ -262,13 +263,7 @@ class Batch:
         rotary = [tuple(part[0, places] for part in table) for table in direct.tables]
         masks = self._masks(places, hidden)
         for index, layer in enumerate(layers, start):
-            given = {
-                "attention_mask": masks[self.windows[index]],
-                "position_embeddings": rotary[direct.table_of_layer[index]],
-                "position_ids": places,
-                self.backbone.cache_name: self.cache,
-            }
-            hidden = layer(hidden, **{**direct.keywords[index], **given})
+            hidden = direct.call(index, layer, hidden, masks[self.windows[index]], rotary, places, self.cache)
         return hidden
 
     def _run_view(
@@ -299,15 +294,6 @@ class Batch:
         masks = {}
         for window in dict.fromkeys(self.windows):
             keys = torch.arange(self.cache.first_visible(window), self.cache.end, device=places.device)
-            visible = keys <= places[..., None]
-            if window is not None:
-                visible &= keys > places[..., None] - window
+            visible = visible_keys(keys, places[..., None], window)
             masks[window] = as_mask(visible[:, None], like, str(self.backbone.config._attn_implementation))
         return masks
-
-
-def as_mask(visible: torch.Tensor, like: torch.Tensor, attention: str) -> torch.Tensor:
-    """As the attention function wants it: booleans (sdpa), or 0 where visible and a lowest number elsewhere (eager)."""
-    if attention != "eager":
-        return visible
-    return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, torch.finfo(like.dtype).min)

@@ -9,6 +9,7 @@ import torch
 from .backbone import Backbone, layer_windows, length_dependent_rope
 from .batch import Batch
 from .cache import KVCache
+from .masks import visible_keys
 from .model import SelfSpeculativeModel
 
 ATTENTION = ("sdpa", "eager")  # attention functions that take a mask of any shape
@@ -55,9 +56,7 @@ def _same_masks(backbone: Backbone) -> bool:
     keys = torch.arange(position + 2, device=ids.device)
     places = torch.tensor([[position], [position + 1]], device=ids.device)
     for window, mask in zip(windows, given, strict=True):
-        visible = keys <= places
-        if window is not None:
-            visible &= keys > places - window
+        visible = visible_keys(keys, places, window)
         if not torch.equal(mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0, visible):
             return False
     return True

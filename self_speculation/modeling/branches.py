@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .cache import KVCache
+from .masks import as_mask
 from .model import SelfSpeculativeModel
 
 
@@ -80,13 +81,7 @@ class Branches:
             window = direct.windows[index]
             if window not in masks:
                 masks[window] = self._mask(positions, window, hidden)
-            given = {
-                "attention_mask": masks[window],
-                "position_embeddings": rotary[direct.table_of_layer[index]],
-                "position_ids": positions[None],
-                direct.backbone.cache_name: self.cache,
-            }
-            hidden = layer(hidden, **{**direct.keywords[index], **given})
+            hidden = direct.call(index, layer, hidden, masks[window], rotary, positions[None], self.cache)
         return hidden
 
     def _mask(self, positions: torch.Tensor, window: int | None, like: torch.Tensor) -> torch.Tensor:
@@ -94,10 +89,7 @@ class Branches:
         visible = self.visible
         if window is not None:
             visible = visible & (self.key_positions > positions[:, None] - window)
-        if self.direct.attention == "eager":
-            lowest = torch.finfo(like.dtype).min
-            return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, lowest)[None, None]
-        return visible[None, None]
+        return as_mask(visible[None, None], like, self.direct.attention)
 
 
 class OneByOne:

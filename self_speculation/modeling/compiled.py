@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .cache import KVCache
+from .masks import as_mask, visible_keys
 
 if TYPE_CHECKING:
     from .backbone import Backbone
@@ -145,13 +146,8 @@ def _layers_region(
         cache = _Places(start, positions, columns.shape[0], keys, values)
         masks = {window: _mask(positions, columns, window, hidden, direct.attention) for window in set(direct.windows)}
         for index, layer in enumerate(layers, start):
-            given = {
-                "attention_mask": masks[direct.windows[index]],
-                "position_embeddings": rotary[direct.table_of_layer[index]],
-                "position_ids": positions[None],
-                backbone.cache_name: cache,
-            }
-            hidden = layer(hidden, **{**direct.keywords[index], **given})
+            mask = masks[direct.windows[index]]
+            hidden = direct.call(index, layer, hidden, mask, rotary, positions[None], cache)
         return hidden
 
     return region
@@ -163,13 +159,7 @@ def _mask(
     """Which of the keys at `columns` each new token sees, as `DirectLayers.mask` gives it, from the first key on."""
     if len(positions) == 1 and window is None:
         return None
-    visible = columns <= positions[:, None]
-    if window is not None:
-        visible = visible & (columns > positions[:, None] - window)
-    if attention == "eager":
-        lowest = torch.finfo(like.dtype).min
-        return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, lowest)[None, None]
-    return visible[None, None]
+    return as_mask(visible_keys(columns, positions[:, None], window)[None, None], like, attention)
 
 
 class _Places:

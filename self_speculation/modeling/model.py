@@ -105,6 +105,11 @@ class SelfSpeculativeModel:
     def dtype(self) -> torch.dtype:
         return self.hf_model.dtype
 
+    @property
+    def dtype_name(self) -> str:
+        """As `--dtype` writes it."""
+        return str(self.dtype).removeprefix("torch.")
+
     def check_exit_layer(self, exit_layer: int) -> None:
         """Raise `UsageError` unless 1 <= exit_layer <= L-1."""
         if not 1 <= exit_layer < self.num_layers:
