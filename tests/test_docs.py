@@ -34,6 +34,9 @@ CANNOT_RUN = {
     "--lora_rank": "minutes of training",
 }
 """What a command contains -> why the slow tests do not run it. All are parsed all the same."""
+AT_MOST = {"--n_trials": 12, "--timeout": 60, "--max_steps": 24, "--num_samples": 2, "--limit": 2,
+           "--eval_sequences": 4, "--num_speculations_last": 3}  # fmt: skip
+"""Where a command asks for more than this, the slow tests run it with this."""
 OTHERS = ("make", "pip", "docker", "hf", "python3", ".", "alias", "git", "cd", "mkdir")  # none of the project's scripts
 
 
@@ -112,6 +115,16 @@ def test_a_command_is_understood(folder, page, command):
         assert words[0] in OTHERS, command
 
 
+def shortened(script: str, arguments: list[str]) -> list[str]:
+    """The same command with less to do."""
+    short = [
+        str(min(AT_MOST[flag], int(value))) if flag in AT_MOST else value
+        for flag, value in zip(["", *arguments], arguments, strict=False)
+    ]
+    few_tokens = ["--max_steps", str(AT_MOST["--max_steps"])]
+    return short + (few_tokens if script in ("generate", "benchmark") and "--max_steps" not in short else [])
+
+
 RUNNABLE = list(dict.fromkeys(
     shlex.join([script, *arguments])
     for _, command in OURS
@@ -125,8 +138,9 @@ RUNNABLE = list(dict.fromkeys(
 def test_a_command_runs(folder, command):
     script, *arguments = shlex.split(command)
     run = subprocess.run(
-        [sys.executable, f"{script}.py", *arguments], cwd=folder, input="def f(x):\n\n", capture_output=True, text=True
-    )
+        [sys.executable, f"{script}.py", *shortened(script, arguments)], cwd=folder, input="def f(x):\n\n",
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "error:" not in run.stderr
 
