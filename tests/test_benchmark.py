@@ -200,13 +200,6 @@ def test_slowness_is_explained_by_what_was_measured():
     assert "0.90 x" in said(0.7, 0.9) and "above break-even" in said(0.7, 0.9) and "too low" not in said(0.7, 0.9)
 
 
-def test_exit_layers_out_of_range(model, tmp_path, capsys):
-    for layer in (0, 6, 11, -3):
-        flags = {"generation_strategy": "self_speculative", "exit_layer": layer, "num_speculations": 2}
-        assert call("benchmark", arguments(model, tmp_path, **flags)) == 2
-        assert f"--exit_layer {layer}" in capsys.readouterr().err
-
-
 def test_a_model_that_ends_at_once_gives_finite_rows(loaded, tmp_path, monkeypatch):
     config = GenerationConfig(sample=False, max_steps=5)
     first = make_strategies(loaded, parse_strategies("autoregressive", config), seed=0)[0].generator([5]).tokens[0]

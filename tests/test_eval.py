@@ -112,26 +112,6 @@ def test_predict_only(run, tmp_path):
     assert len(read(tmp_path, "eval_*_samples.jsonl")) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        ((), 2, "--tasks"),
-        (("--tasks", "local_math", "--include_path", "nowhere"), 1, "--include_path nowhere"),
-        ((*MATH, "--limit", "0"), 2, "--limit 0"),
-        ((*MATH, "--limit", "1.5"), 2, "--limit 1.5"),
-        ((*MATH, "--gen_kwargs", "beams=2"), 2, "--gen_kwargs beams"),
-        ((*MATH, "--fewshot_as_multiturn", "True"), 2, "--apply_chat_template"),
-        (("--tasks", "list,local_math", "--include_path", LOCAL), 2, "--tasks list,local_math"),
-        ((*MATH, "--verbosity", "loud"), 2, "--verbosity LOUD"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_line(run, arguments, code, words):
-    ended, _, err = run(*arguments)
-    assert ended == code
-    assert words in err
-    assert err.count("\n") == 1
-
-
 @pytest.fixture
 def only_included(monkeypatch):
     """lm-eval without its own tasks, whose index takes many seconds."""

@@ -146,14 +146,6 @@ def test_report_counts_what_lies_within_ten_per_cent():
     assert "1 of 2" in text and "largest 30.0%" in text and "0.030" in text
 
 
-def test_settings_that_a_sweep_sets_itself_are_refused(model, tmp_path, capsys):
-    assert call("sweep", arguments(model, tmp_path, exit_layer=3)) == 2
-    assert "--exit_layer 3" in capsys.readouterr().err
-    assert call("sweep", arguments(model, tmp_path, drafter="prompt_lookup", predict=True)) == 2
-    assert "prompt_lookup is not predicted" in capsys.readouterr().err
-    assert call("sweep", arguments(model, tmp_path, predict=True, draft_exit_threshold=0.5)) == 2
-
-
 def test_sampling_predicts_acceptance_by_its_chance(model, tmp_path):
     flags = {"exit_layer_first": 2, "exit_layer_last": 4, "exit_layer_step": 2, "num_speculations_last": 2,
              "predict": True, "predict_best": 0, "sample": True, "max_steps": 40}  # fmt: skip
