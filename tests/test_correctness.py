@@ -96,7 +96,8 @@ def test_a_decoder_that_accepts_too_much_is_an_error(run, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", (
-    ("--drafter", "prompt_lookup"), ("--drafter", "skip_layer", "--skip_attn_layers", "1,3", "--exit_layer", "-1"),
+    ("--drafter", "prompt_lookup", "--exit_layer", "-1"),
+    ("--drafter", "skip_layer", "--skip_attn_layers", "1,3", "--exit_layer", "-1"),
     ("--drafter", "prompt_lookup+early_exit", "--repetition_penalty", "1.3"), ("--stop_words", "a", "e"),
 ))  # fmt: skip
 def test_every_drafter_passes(run, arguments):

@@ -156,6 +156,7 @@ class Tiny(TableModel):
         generation_config = None
 
     dtype = torch.float32
+    dtype_name = "float32"
 
 
 def byte_generator(text: str, draft: str | None = None, **settings) -> Generator:
@@ -171,7 +172,7 @@ def byte_generator(text: str, draft: str | None = None, **settings) -> Generator
 
         return table
 
-    model = Tiny(saying(text), saying(text if draft is None else draft))
+    model = Tiny(saying(text), saying(text if draft is None else draft), vocab_size=258)
     config = GenerationConfig(
         generation_strategy="self_speculative", exit_layer=2, sample=False, **{"num_speculations": 4, **settings}
     )
