@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
@@ -75,11 +76,12 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def from_options(kind: type[T], options: dict[str, Any]) -> T:
-    """An instance of a settings class, for callers from Python.
+    """An instance of a settings class, for callers from Python; paths may be given as such.
 
     Raises:
         UsageError: an option that the class does not have, or a value that it does not take.
     """
+    options = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()}
     check_options(kind, options, "")
     return kind(**options)
 
@@ -96,10 +98,15 @@ def check_options(kind: type, options: dict[str, Any], where: str) -> None:
             raise UsageError(f"{where}there is no setting {name}{did_you_mean(name, hints)}")
         hint = hints[name]
         allowed = [get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
-        same = type(value) in allowed or (type(value), allowed[0]) in ((int, float), (tuple, list))
-        if not same:
+        if not any(_is_a(part, value) for part in allowed):
             words = [KINDS[part] for part in allowed if part is not NoneType]
             raise UsageError(f"{where}{name} {value!r}: must be {' or '.join(words)}")
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Whether a value is of a kind; numbers may be NumPy's, but True is no number."""
+    wider: dict[type, Any] = {int: Integral, float: Real, list: (list, tuple)}
+    return isinstance(value, wider.get(kind, kind)) and (kind is bool or not isinstance(value, bool))
 
 
 @dataclass(frozen=True)

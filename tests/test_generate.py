@@ -13,11 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import generate as script
 from self_speculation import cli, generate, generate_each, load
-from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, UsageError
+from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, UsageError, from_options
 from tests.folders import save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,6 +91,15 @@ def test_python_names_the_nearest_option(ask):
         ask("nowhere", **({} if ask is load else {"prompt": "x"} if ask is generate else {"prompts": []}), **{name: 3})
     with pytest.raises(UsageError, match="exit_layer '4': must be a whole number"):
         generate("nowhere", "x", exit_layer="4")
+
+
+def test_python_may_give_paths_and_numpy_s_numbers():
+    options = {"exit_layer": np.int64(3), "top_p": np.float32(0.5), "skip_layers": None, "adapter": Path("a/b")}
+    config = from_options(GenerationConfig, options)
+    assert (config.exit_layer, config.top_p, config.adapter) == (3, 0.5, "a/b")
+    for name, value in {"exit_layer": True, "sample": 1, "stop_words": "x", "top_k": 2.0}.items():
+        with pytest.raises(UsageError, match=f"^{name} "):
+            from_options(GenerationConfig, {name: value})
 
 
 def test_zero_speculations_is_autoregressive(run, tmp_path):
