@@ -62,11 +62,15 @@ def _existing(path: Path) -> Path:
     return path if path.exists() else _existing(path.parent)
 
 
-def require_folder(flag_name: str, folder: str | None) -> None:
-    """Raise `RunError` unless `folder` is one that can be written to, or can be made; None is none to check."""
-    place = None if folder is None else _existing(Path(folder).absolute())
-    if place is not None and not (place.is_dir() and os.access(place, os.W_OK)):
-        raise RunError(f"--{flag_name} {folder}: {place} is not a folder that can be written to")
+def require_folder(flag_name: str, value: str | None, file: bool = False) -> None:
+    """Raise `RunError` unless `value` is a folder that can be written to, or made; with `file`, a name in such a one.
+    None is none to check."""
+    if value is None:
+        return
+    path = Path(value).absolute()
+    place = _existing(path.parent if file else path)
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise RunError(f"--{flag_name} {value}: {place} is not a folder that can be written to")
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import RunError, UsageError, did_you_mean, flag, require, require_choice
+from .config import RunError, UsageError, did_you_mean, flag, require, require_choice, require_folder
 from .task_settings import parse_gen_kwargs
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class EvalConfig:
             require(0 <= value < 2**32, name, value, f"must be from 0 to {2**32 - 1}")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise UsageError("--fewshot_as_multiturn True: turns need --apply_chat_template True")
+        require_folder("use_cache", self.use_cache, file=True)
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise RunError(f"--include_path {self.include_path}: no such folder")
         if not self.names():

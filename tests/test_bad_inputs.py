@@ -222,6 +222,7 @@ RUN = [
     ("search", f"{FEW} --storage TMP/text.txt", "--storage"),
     ("search", f"{FEW} --storage nosuch://server", "--storage nosuch://server"),
     ("eval", "--tasks local_math --include_path TMP/nowhere", "--include_path"),
+    ("eval", f"{TASK} --use_cache TMP/text.txt/answers", "--use_cache"),
     ("train", "--model MODEL --data TMP/nowhere.txt", "--data"),
     ("train", "--model MODEL --data TMP/empty.txt", "--data"),
     ("train", "--model MODEL --data TMP/torn.jsonl", "--data"),
