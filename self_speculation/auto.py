@@ -33,6 +33,7 @@ from .prediction import Part, Rounds, read, simulate, trace
 from .sampling import Sampler, sample_seed
 from .skip_scores import follow, measure_skip_costs
 from .stopping import Stopper
+from .vocabulary import draft_token_ids
 
 VERSION = 6  # of what is kept
 PROMPTS = (
@@ -137,6 +138,7 @@ def predict(
     exits = [part for part in parts if isinstance(part, int)]
     model, most = loaded.model, max(lengths)
     config = replace(config.resolved(), ignore_eos=True)
+    token_ids = draft_token_ids(config, loaded)
     room = model.max_positions - LEAST_TOKENS - most - 1
     prompts = [prompt[: max(1, room)] for prompt in prompts]
     started = time.perf_counter()
@@ -148,16 +150,19 @@ def predict(
         stopper = Stopper(budget=budget)
         decoded = decode(model, NoDrafter(), prompt, sampler=sampler, stopper=stopper)
         if skip is not None:
-            found = follow(model, sampler, read(model, prompt, decoded, budget=budget), skip, most)
+            text = read(model, prompt, decoded, budget=budget)
+            found = follow(model, sampler, text, skip, most, token_ids=token_ids)
         else:
-            found = trace(model, sampler, prompt, decoded, exits, budget=budget, most_speculations=most)
+            found = trace(model, sampler, prompt, decoded, exits, budget=budget, most_speculations=most,
+                          token_ids=token_ids)  # fmt: skip
         for (part, length), sums in rounds.items():
             sums += simulate(found, part, length, seed=number)
         tokens = [*prompt, *decoded.tokens]
         left = (seconds - (time.perf_counter() - started)) / max(1, len(prompts) - number - 1)
         speed = budget / max(1e-6, (time.perf_counter() - started) / (number + 1))
         budget = max(LEAST_TOKENS, min(MOST_TOKENS, int(left * speed)))
-    measured = _costs(model, sampler, tokens[: max(1, model.max_positions - most - 1)], skip, exits, most, seconds)
+    tokens = tokens[: max(1, model.max_positions - most - 1)]
+    measured = _costs(model, sampler, tokens, skip, exits, most, seconds, token_ids)
     return [
         Cell(
             part if isinstance(part, int) else None,
@@ -175,12 +180,13 @@ def predict(
 
 def _costs(
     model: SelfSpeculativeModel, sampler: Sampler, tokens: Sequence[int], skip: SkipSet | None, exits: Sequence[int],
-    most: int, seconds: float,
+    most: int, seconds: float, token_ids: torch.Tensor | None,
 ) -> RoundCosts:  # fmt: skip
     lengths = sorted({1, 2, (1 + most) // 2, most})
     if skip is not None:
-        return measure_skip_costs(model, sampler, tokens, lengths, seconds=seconds)
-    return measure_costs(model, sampler, tokens, (min(exits), max(exits)), lengths, seconds=seconds)
+        return measure_skip_costs(model, sampler, tokens, lengths, seconds, token_ids)
+    ends = min(exits), max(exits)
+    return measure_costs(model, sampler, tokens, ends, lengths, seconds=seconds, token_ids=token_ids)
 
 
 def _keep(path: Path, content: dict[str, object]) -> None:
@@ -212,5 +218,6 @@ def _fingerprint(
         VERSION, fingerprint(model.hf_model), str(model.dtype), model.device.type, cuda, platform.machine(),
         platform.node(), os.cpu_count(), torch.get_num_threads(), torch.__version__, transformers.__version__, sampling,
         history, tried, tuple(lengths), prompts, model.hf_model.config.to_json_string(), model.compiled,
+        config.draft_vocabulary,
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]

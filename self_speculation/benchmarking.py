@@ -23,6 +23,7 @@ from .records import SAMPLE_COLUMNS, RunLog
 from .sampling import Sampler
 from .skip_scores import measure_skip_costs
 from .strategies import AUTOREGRESSIVE, Strategy
+from .vocabulary import draft_token_ids
 
 Row = dict[str, Any]
 
@@ -339,6 +340,7 @@ def round_costs(
     sampler = Sampler(config, device=model.device, vocab_limit=len(loaded.tokenizer))
     tokens = list(ids)[: max(1, model.max_positions - max(lengths) - 1)]
     exits = [part for part in parts if not isinstance(part, SkipSet)]
+    token_ids = draft_token_ids(config, loaded)
     if not exits:
-        return measure_skip_costs(model, sampler, tokens, lengths, seconds)
-    return measure_costs(model, sampler, tokens, exits, lengths, seconds=seconds)
+        return measure_skip_costs(model, sampler, tokens, lengths, seconds, token_ids)
+    return measure_costs(model, sampler, tokens, exits, lengths, seconds=seconds, token_ids=token_ids)

@@ -221,6 +221,10 @@ class GenerationConfig:
     adapter: str | None = flag(
         None, "folder or name of an adapter that train.py --recipe adapter made", unset="the one made for the model"
     )
+    draft_vocabulary: int = flag(
+        0, "how many tokens a draft's head scores, those of the text and the most frequent others; 0 is all, or what "
+        "an adapter was trained for; skip_layer may then skip nothing else"
+    )  # fmt: skip
     draft_exit_threshold: float | None = flag(
         None, "stop drafting once the draft's own probability of a token is below this; the threshold to start from "
         "when it adapts", unset="drafts run to --num_speculations; adapting starts at 0.6, by the rule blog at 0.5"
@@ -264,6 +268,7 @@ class GenerationConfig:
                     "must be above 0")  # fmt: skip
         for token in self.stop_token_ids or ():
             require(token >= 0, "stop_token_ids", token, "must be 0 or more")
+        require(self.draft_vocabulary >= 0, "draft_vocabulary", self.draft_vocabulary, "must be 0 (all) or more")
         require_choice("draft_exit_rule", self.draft_exit_rule, DRAFT_EXIT_RULES)
         for name in ("draft_exit_threshold", "draft_exit_alpha", "draft_exit_eps", "draft_exit_b1", "draft_exit_b2"):
             value = getattr(self, name)
@@ -301,7 +306,7 @@ class GenerationConfig:
         return replace(
             self, generation_strategy="autoregressive", drafter=None, exit_layer=-1, num_speculations=-1,
             skip_attn_layers=None, skip_mlp_layers=None, skip_layers=None, adapter=None, draft_exit_threshold=None,
-            adaptive_draft_exit=False,
+            adaptive_draft_exit=False, draft_vocabulary=0,
         )  # fmt: skip
 
     def first_draft_exit_threshold(self) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .drafters.base import Context, Draft, Drafter
-from .drafters.layers import EarlyExitDrafter
+from .drafters.layers import EarlyExitDrafter, LayersDrafter
 from .modeling import SelfSpeculativeModel
 from .sampling import Sampler
 from .stats import now
@@ -52,7 +52,7 @@ class Costs(RoundCosts):
 
     Attributes:
         step: one token of autoregressive decoding.
-        head: final norm and LM head on one token (part of all others).
+        head: final norm and head of a draft on one token.
         exits, lengths: where the others were measured.
         draft: [exits][lengths] drafting so many tokens.
         verify: [exits][lengths] verifying them, given the states that drafting kept.
@@ -97,6 +97,7 @@ def measure_costs(
     seconds: float = 5.0,
     least_repeats: int = 3,
     most_repeats: int = 25,
+    token_ids: torch.Tensor | None = None,
 ) -> Costs:
     """Time rounds after `tokens` as the decoding loop plays them, all kinds in turn so that drift hits them alike.
 
@@ -105,9 +106,11 @@ def measure_costs(
         exits, lengths: exit layers and draft lengths to measure; cells between them are interpolated. Length 1 is
             always measured.
         seconds: about how long to go on once everything was timed `least_repeats` times.
+        token_ids: what a draft's head scores; None for all.
     """
     exits, lengths = sorted(set(exits)), sorted({1, *lengths} - {0})
-    drafters = {exit_layer: EarlyExitDrafter(exit_layer) for exit_layer in exits}
+    head = None if token_ids is None else model.draft_head(token_ids)
+    drafters = {exit_layer: EarlyExitDrafter(exit_layer, head=head) for exit_layer in exits}
     part = time_rounds(model, sampler, tokens, drafters, lengths, seconds, least_repeats, most_repeats)
     return Costs(
         step=part["step", 0, 0],
@@ -124,7 +127,7 @@ def time_rounds(
     model: SelfSpeculativeModel,
     sampler: Sampler,
     tokens: Sequence[int],
-    drafters: Mapping[Any, Drafter],
+    drafters: Mapping[Any, LayersDrafter],
     lengths: Sequence[int],
     seconds: float,
     least_repeats: int = 3,
@@ -134,6 +137,8 @@ def time_rounds(
     and ("verify", name, length)."""
     context = Context(model, model.new_cache(len(tokens) + lengths[-1] + 1), sampler, list(tokens), (), lengths[-1])
     model.prefill(model.ids(tokens), context.cache)
+    for drafter in drafters.values():
+        drafter.start(context)
     times: dict[tuple[str, Any, int], list[float]] = defaultdict(list)
     begun = now(model.device)
     for repeat in range(most_repeats + 1):
@@ -148,7 +153,7 @@ def time_rounds(
                 draft, verify = _play(context, drafter, length)
                 times["draft", name, length].append(draft)
                 times["verify", name, length].append(verify)
-        times["head", 0, 0].append(_time_head(model))
+        times["head", 0, 0].append(_time_head(context, drafter))
     return {kind: float(np.quantile(values, QUANTILE)) for kind, values in times.items()}
 
 
@@ -164,10 +169,11 @@ def _play(context: Context, drafter: Drafter | None, length: int) -> tuple[float
     return drafted - started, now(device) - drafted
 
 
-def _time_head(model: SelfSpeculativeModel) -> float:
+def _time_head(context: Context, drafter: LayersDrafter) -> float:
+    model = context.model
     hidden = torch.zeros(
         1, 1, model.hf_model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device
     )
     started = now(model.device)
-    model.head(hidden)
+    drafter.logits(context, hidden)
     return now(model.device) - started

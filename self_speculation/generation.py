@@ -19,6 +19,7 @@ from .modeling import Adapter, KVCache, SkipSet, why_not
 from .sampling import Sampler, sample_seed
 from .skip_sets import ready_set
 from .stopping import Stopper
+from .vocabulary import draft_token_ids
 
 DEFAULT_SPECULATIONS = {"early_exit": 6, "skip_layer": 6, "prompt_lookup": 10, "adapter": 2}
 ADAPTIVE_SPECULATIONS = {"paper": 12, "blog": 8}
@@ -72,7 +73,8 @@ class Generator:
             self.config = replace(self.config, batch_size=1)
         if self.config.batch_size > 1 and loaded.model.compiled:
             notify("--compile: batches are not compiled, only what is decoded with --batch_size 1")
-        self.drafter = make_drafter(self.config, loaded.model, self.adapter)
+        self.token_ids = draft_token_ids(self.config, loaded, self.adapter)
+        self.drafter = make_drafter(self.config, loaded.model, self.adapter, self.token_ids)
 
     def __call__(
         self,
@@ -108,7 +110,7 @@ class Generator:
         def begin(prompt: str | Sequence[int], sample_id: object, new_cache: Callable[[int], KVCache]) -> Text:
             return Text(
                 self.loaded.model,
-                make_drafter(self.config, self.loaded.model, self.adapter),
+                make_drafter(self.config, self.loaded.model, self.adapter, self.token_ids),
                 self._ids(prompt),
                 sampler=self.sampler(sample_id),
                 stopper=self.stopper(),
@@ -191,6 +193,8 @@ def choose(
                 f"--drafter {config.drafter}: autoregressive decoding has no drafter; "
                 "add --generation_strategy self_speculative"
             )
+        require(not config.draft_vocabulary, "draft_vocabulary", config.draft_vocabulary,
+                "autoregressive decoding drafts nothing; add --generation_strategy self_speculative")  # fmt: skip
         return replace(config, num_speculations=-1)
     usual = "skip_layer" if any(config.skipped()) else "adapter" if config.adapter else "early_exit"
     config = replace(config, drafter=config.drafter or usual)
@@ -222,6 +226,9 @@ def _refuse_without_effect(config: GenerationConfig) -> None:
         value = getattr(config, name)
         require(value in (None, -1) or drafter in config.drafters(), name, value,
                 f"it is for {drafter}, and the drafter is {config.drafter}; leave one of them out")  # fmt: skip
+    size = config.draft_vocabulary
+    require(not size or config.drafter != "prompt_lookup", "draft_vocabulary", size,
+            "prompt_lookup has no head; it is for early_exit, skip_layer and adapter")  # fmt: skip
 
 
 def _skip_set_alone(config: GenerationConfig, loaded: Loaded) -> SkipSet | None:

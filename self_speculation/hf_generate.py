@@ -60,6 +60,8 @@ class CustomGenerate:
         drafters = config.drafters() or (("skip_layer",) if any(config.skipped()) else ("early_exit",))
         if "early_exit" in drafters and config.exit_layer == -1:
             raise UsageError("custom_generate: early_exit needs exit_layer=1 to L-1 for a model of L layers")
+        if config.draft_vocabulary:
+            raise UsageError("custom_generate: draft_vocabulary needs the tokenizer, which generate does not hand on")
         length = config.num_speculations
         length = DEFAULT_SPECULATIONS.get(drafters[0], 6) if length == -1 else length
         values = {**vars(config), "drafter": "+".join(drafters), "num_speculations": length}

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from .costs import RoundCosts
 from .decoding import Decoded
-from .modeling import KVCache, SelfSpeculativeModel, SkipSet
+from .modeling import OUTSIDE, DraftVocabulary, KVCache, SelfSpeculativeModel, SkipSet
 from .modeling.branches import Branches, branching_cache
 from .sampling import Sampler, distribution, greedy_tokens
 
@@ -157,6 +158,7 @@ def trace(
     budget: int,
     end_ids: Collection[int] = (),
     most_speculations: int = 6,
+    token_ids: torch.Tensor | None = None,
 ) -> Trace:
     """Follow every exit layer along a text that the target wrote.
 
@@ -165,11 +167,13 @@ def trace(
         budget: the most new tokens that were allowed.
         end_ids: ids at which a draft ends.
         most_speculations: the longest draft that will be asked for.
+        token_ids: what a draft's head scores at first; None for all.
     """
     written = read(model, prompt, decoded, exits, budget=budget, end_ids=end_ids)
     tokens, states, n = written.tokens, written.states, len(written.tokens)
     chance = np.zeros((len(exits), n))
     drafts = np.zeros((len(exits), n), dtype=np.int64)
+    scored = scored_tokens(model, written, token_ids)
     for start in range(0, n, ROWS):
         rows = slice(start, min(start + ROWS, n))
         prefix, block = [*prompt, *tokens[:start]], tokens[rows]
@@ -177,7 +181,8 @@ def trace(
         if not sampler.greedy:
             target = distribution(sampler.scores(model.head(states[-1:, rows]), prefix, block))
         for index in range(len(exits)):
-            scores = sampler.scores(model.head(states[index : index + 1, rows]), prefix, block)
+            logits = _within(model.head(states[index : index + 1, rows]), scored, rows)
+            scores = sampler.scores(logits, prefix, block)
             if target is None:
                 drafts[index, rows] = greedy_tokens(scores)
                 chance[index, rows] = drafts[index, rows] == block
@@ -192,9 +197,29 @@ def trace(
             first = [int(drafts[index, i]) for i in wrong]
             steps = most_speculations - 1 if exact else 0
             wrong_length[index, wrong] = _wrong_lengths(model, sampler, written, exit_layer, wrong, first, end_ids,
-                                                        steps)  # fmt: skip
+                                                        steps, scored)  # fmt: skip
     return Trace(tuple(exits), chance[:, :, None], wrong_length[:, :, None], written.closed, budget,
                  written.positions, exact)  # fmt: skip
+
+
+def scored_tokens(model: SelfSpeculativeModel, text: Written, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Which tokens a draft's head scores at each of the n new places, [n, vocabulary]; None for all.
+
+    Tokens that were drafted and accepted change nothing, so this holds for all drafts on the way to a place.
+    """
+    if token_ids is None:
+        return None
+    vocabulary = DraftVocabulary(token_ids.tolist())
+    scored = torch.zeros(len(text.tokens), model.vocab_size, dtype=torch.bool, device=model.device)
+    for place, row in enumerate(scored):
+        vocabulary.follow([*text.prompt, *text.tokens[:place]])
+        row[vocabulary.ids] = True
+    return scored
+
+
+def _within(logits: torch.Tensor, scored: torch.Tensor | None, places: Any) -> torch.Tensor:
+    """Logits [rows, vocabulary] of the whole head as a head over part of the vocabulary gives them at these places."""
+    return logits if scored is None else logits.masked_fill(~scored[places], OUTSIDE)
 
 
 def _states(
@@ -218,6 +243,7 @@ def _wrong_lengths(
     tokens: list[int],
     end_ids: Collection[int],
     steps: int,
+    scored: torch.Tensor | None,
 ) -> list[int]:
     """How long drafts are that leave the text at `places` with the wrong `tokens`, `NEVER` if no end id ends them.
 
@@ -232,7 +258,7 @@ def _wrong_lengths(
     before = [*text.prompt, *text.tokens]
     for step in range(steps):
         prefixes = [[*before[: starts[w]], *written[w]] for w in range(len(starts))] if sampler.history else []
-        scores = row_scores(model, sampler, branches.step(tokens), prefixes)
+        scores = row_scores(model, sampler, branches.step(tokens), prefixes, scored, places)
         tokens = [token for _, some in scores for token in greedy_tokens(some)]
         for w, token in enumerate(tokens):
             written[w].append(token)
@@ -242,14 +268,24 @@ def _wrong_lengths(
 
 
 def row_scores(
-    model: SelfSpeculativeModel, sampler: Sampler, hidden: torch.Tensor, prefixes: Sequence[Sequence[int]]
+    model: SelfSpeculativeModel,
+    sampler: Sampler,
+    hidden: torch.Tensor,
+    prefixes: Sequence[Sequence[int]],
+    scored: torch.Tensor | None = None,
+    places: Sequence[int] = (),
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Processed scores [few, vocabulary] of hidden states [1, rows, H], a few rows at a time. Each row stands after a
-    prefix of its own, which is looked at only where a processor looks at the tokens before."""
+    prefix of its own, which is looked at only where a processor looks at the tokens before.
+
+    Args:
+        scored: what `scored_tokens` gives; each row is that of a draft on the way to one of the `places`.
+    """
     few = 1 if sampler.history else ROWS
     for start in range(0, hidden.shape[1], few):
         rows = slice(start, min(start + few, hidden.shape[1]))
-        yield rows, sampler.scores(model.head(hidden[:, rows]), prefixes[start] if sampler.history else ())
+        logits = _within(model.head(hidden[:, rows]), scored, places[rows])
+        yield rows, sampler.scores(logits, prefixes[start] if sampler.history else ())
 
 
 def simulate(trace: Trace, part: Part, num_speculations: int, seed: int = 0) -> Rounds:

@@ -27,6 +27,7 @@ from .skip_scores import Score, SkipCosts, SkipScorer, measure_skip_costs
 from .skip_search import Row, SearchConfig
 from .stats import Stats, pooled
 from .study import Proposer, SkipStudy
+from .vocabulary import draft_token_ids
 
 STARTS = 8  # sizes of each kind of starting sets
 LARGEST_START = 0.8  # of all sub-layers
@@ -95,7 +96,9 @@ class Task:
             read(loaded.model, sample.ids, text, budget=config.max_steps or 0, end_ids=end_ids)
             for sample, text in zip(self.samples, self.texts, strict=True)
         ]
-        return SkipScorer(loaded.model, self.sampler(), texts, costs, lengths, depth)
+        return SkipScorer(
+            loaded.model, self.sampler(), texts, costs, lengths, depth, draft_token_ids(config, loaded)
+        )  # fmt: skip
 
     def sampler(self) -> Sampler:
         return Sampler(self.config, device=self.loaded.model.device, vocab_limit=len(self.loaded.tokenizer))
@@ -107,7 +110,8 @@ class Task:
         tokens = [*middle.ids, *text[: len(text) // 2]]
         lengths = spread(1, max(self.search.most_speculations, *self.lengths), 5)
         room = max(1, self.loaded.model.max_positions - lengths[-1] - 1)
-        return measure_skip_costs(self.loaded.model, self.sampler(), tokens[:room], lengths, COST_SECONDS)
+        token_ids = draft_token_ids(self.config, self.loaded)
+        return measure_skip_costs(self.loaded.model, self.sampler(), tokens[:room], lengths, COST_SECONDS, token_ids)
 
     def made_with(self) -> dict[str, Any]:
         """What the values of a study depend on."""

@@ -18,7 +18,7 @@ from .costs import RoundCosts, time_rounds
 from .drafters.layers import SkipLayerDrafter
 from .modeling import SelfSpeculativeModel, SkipSet
 from .modeling.branches import branch
-from .prediction import NEVER, Rounds, Trace, Written, row_scores, simulate
+from .prediction import NEVER, Rounds, Trace, Written, row_scores, scored_tokens, simulate
 from .sampling import Sampler, distribution, greedy_tokens
 
 
@@ -30,6 +30,7 @@ def follow(
     skip: SkipSet,
     depth: int,
     end_ids: Collection[int] = (),
+    token_ids: torch.Tensor | None = None,
 ) -> Trace:
     """Follow a skip set along a text that the target wrote.
 
@@ -38,6 +39,7 @@ def follow(
         depth: how many tokens of a draft are followed. With the longest draft that will be asked for, greedy rounds
             are those of a run, to the token.
         end_ids: ids at which a draft ends. With these, greedy drafts are followed past their first wrong token.
+        token_ids: what the draft's head scores at first; None for all.
     """
     n, first = len(text.tokens), len(text.prompt)
     before = [*text.prompt, *text.tokens]
@@ -48,6 +50,7 @@ def follow(
     starts = [first + begin - 1 for begin in begins]
     branches = branch(model, text.cache, text.cached, starts, model.layers_without(skip))
     tokens = [before[start] for start in starts]
+    scored = scored_tokens(model, text, token_ids)
     for step in range(depth):
         if not begins:
             break
@@ -57,7 +60,7 @@ def follow(
             for begin, left, own in zip(begins, lefts, written, strict=True)
         ] if sampler.history else []  # fmt: skip
         places = [min(begin + step, n - 1) for begin in begins]
-        drafts, chances = _drafts(model, sampler, text, hidden, prefixes, places)
+        drafts, chances = _drafts(model, sampler, text, hidden, prefixes, places, scored, begins)
         kept, tokens = [], []
         for row, (begin, draft) in enumerate(zip(begins, drafts, strict=True)):
             place, left = begin + step, lefts[row]
@@ -89,17 +92,20 @@ def _drafts(
     hidden: torch.Tensor,
     prefixes: Sequence[Sequence[int]],
     places: Sequence[int],
+    scored: torch.Tensor | None,
+    begins: Sequence[int],
 ) -> tuple[list[int], list[float]]:
     """What each row drafts, and the chance that the target accepts a draft there. When sampling, the text's own token
     stands for the draft."""
     expected = [text.tokens[place] for place in places]
     if sampler.greedy:
-        drafts = [token for _, some in row_scores(model, sampler, hidden, prefixes) for token in greedy_tokens(some)]
+        rows = row_scores(model, sampler, hidden, prefixes, scored, begins)
+        drafts = [token for _, some in rows for token in greedy_tokens(some)]
         return drafts, [float(a == b) for a, b in zip(drafts, expected, strict=True)]
     chances: list[float] = []
     target = text.states[-1:, places]
-    pairs = zip(row_scores(model, sampler, hidden, prefixes), row_scores(model, sampler, target, prefixes), strict=True)
-    for (_, draft), (_, scores) in pairs:
+    ours = row_scores(model, sampler, hidden, prefixes, scored, begins)
+    for (_, draft), (_, scores) in zip(ours, row_scores(model, sampler, target, prefixes), strict=True):
         chances += torch.minimum(distribution(draft), distribution(scores)).sum(-1).tolist()
     return expected, chances
 
@@ -113,11 +119,12 @@ class SkipCosts(RoundCosts):
 
     Attributes:
         step: one token of autoregressive decoding.
-        head: final norm and LM head on one token (part of all others).
+        head: final norm and head of a draft on one token.
         lengths: draft lengths that the others were measured at.
         draft: [lengths] drafting so many tokens with nothing skipped.
         attn, mlp, layer: [lengths] what that saves for each layer whose attention, MLP, or both are skipped.
         verify: [lengths] verifying so many tokens.
+        verify_kept: [lengths] the same after a draft with nothing skipped, whose states verification goes on from.
         context: tokens before the round.
     """
 
@@ -129,6 +136,7 @@ class SkipCosts(RoundCosts):
     mlp: tuple[float, ...]
     layer: tuple[float, ...]
     verify: tuple[float, ...]
+    verify_kept: tuple[float, ...]
     context: int
 
     def draft_step(self, part: SkipSet, length: int = 1) -> float:
@@ -139,8 +147,8 @@ class SkipCosts(RoundCosts):
         return max(self.head, draft - saved)
 
     def verification(self, part: SkipSet, length: int) -> float:
-        """Verifying a draft of `length` tokens; all layers run, whatever was skipped."""
-        return self._at(length, self.verify)
+        """Verifying a draft of `length` tokens; all layers run, whatever was skipped, unless nothing was."""
+        return self._at(length, self.verify if len(part) else self.verify_kept)
 
     def _at(self, length: int, values: Sequence[float]) -> float:
         return float(np.interp(length, self.lengths, values))
@@ -153,6 +161,7 @@ def measure_skip_costs(
     tokens: Sequence[int],
     lengths: Sequence[int],
     seconds: float = 5.0,
+    token_ids: torch.Tensor | None = None,
 ) -> SkipCosts:
     """Time rounds after `tokens` as the decoding loop plays them, with nothing skipped and with the attention, the MLP
     or both of every other layer skipped: what a sub-layer costs is the mean over these.
@@ -161,21 +170,25 @@ def measure_skip_costs(
         tokens: the text before the round; as long as those that will be decoded.
         lengths: draft lengths to measure. Length 1 is always measured.
         seconds: about how long to take, once everything was timed a few times.
+        token_ids: what a draft's head scores; None for all.
     """
     lengths = sorted({1, *lengths} - {0})
     half = range(0, model.num_layers, 2)
     sets = (SkipSet(), SkipSet.of(attn=half), SkipSet.of(mlp=half), SkipSet.of(half, half))
-    drafters = {kind: SkipLayerDrafter(skip) for kind, skip in zip(KINDS, sets, strict=True)}
+    head = None if token_ids is None else model.draft_head(token_ids)
+    drafters = {kind: SkipLayerDrafter(skip, head=head) for kind, skip in zip(KINDS, sets, strict=True)}
     took = time_rounds(model, sampler, tokens, drafters, lengths, seconds)
     draft = [took["draft", "draft", length] for length in lengths]
     attn, mlp, layer = (
         tuple(max(0.0, whole - took["draft", kind, n]) / len(half) for whole, n in zip(draft, lengths, strict=True))
         for kind in KINDS[1:]
     )
-    verify = tuple(float(np.mean([took["verify", kind, length] for kind in KINDS])) for length in lengths)
+    verify = tuple(float(np.mean([took["verify", kind, length] for kind in KINDS[1:]])) for length in lengths)
+    kept = tuple(took["verify", "draft", length] for length in lengths)
     return SkipCosts(
-        took["step", 0, 0], took["head", 0, 0], tuple(lengths), tuple(draft), attn, mlp, layer, verify, len(tokens)
-    )
+        took["step", 0, 0], took["head", 0, 0], tuple(lengths), tuple(draft), attn, mlp, layer, verify, kept,
+        len(tokens),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,6 +215,7 @@ class SkipScorer:
     Args:
         lengths: numbers of speculations to choose from.
         depth: how many tokens of a draft are followed.
+        token_ids: what a draft's head scores at first; None for all.
     """
 
     def __init__(
@@ -212,22 +226,26 @@ class SkipScorer:
         costs: SkipCosts,
         lengths: Sequence[int],
         depth: int,
+        token_ids: torch.Tensor | None = None,
     ):
         self.model, self.sampler, self.texts, self.costs = model, sampler, texts, costs
+        self.token_ids = token_ids
         self.lengths, self.depth = sorted(lengths), min(depth, max(lengths))
 
     def rounds(self, skip: SkipSet) -> dict[int, Rounds]:
         """Number of speculations -> the rounds of all texts."""
         found = {length: Rounds() for length in self.lengths}
         for number, text in enumerate(self.texts):
-            traced = follow(self.model, self.sampler, text, skip, self.depth)
+            traced = follow(self.model, self.sampler, text, skip, self.depth, token_ids=self.token_ids)
             for length, sums in found.items():
                 sums += simulate(traced, skip, length, seed=number)
         return found
 
     def agreement(self, skip: SkipSet) -> float:
         """The share of tokens that the set would draft right as the first of a draft."""
-        traces = [follow(self.model, self.sampler, text, skip, depth=1) for text in self.texts]
+        traces = [
+            follow(self.model, self.sampler, text, skip, depth=1, token_ids=self.token_ids) for text in self.texts
+        ]
         chances = np.concatenate([traced.chance[0, 1:, 0] for traced in traces])
         return float(chances.mean())
 

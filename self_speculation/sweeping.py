@@ -24,6 +24,7 @@ from .records import RunLog
 from .sampling import Sampler, sample_seed
 from .skip_scores import follow
 from .strategies import AUTOREGRESSIVE, Strategy
+from .vocabulary import draft_token_ids
 
 ROUND_COLUMNS = (
     "sample_id", "exit_layer", "num_speculations", "prompt_tokens", "decode_tokens", "rounds", "drafted", "accepted",
@@ -121,6 +122,7 @@ def predict_rounds(
     skip = skip_set_of(loaded, config)
     end_ids = {*(() if config.ignore_eos else loaded.eos_ids), *(config.stop_token_ids or ())}
     exits, most = sorted({cell[0] or 0 for cell in cells}), max(cell[1] for cell in cells)
+    token_ids = draft_token_ids(config, loaded)
     keys = ({"sample_id": s.id, "exit_layer": e, "num_speculations": k} for s in samples for e, k in cells)
     missing = {key["sample_id"] for key in keys if log.key_of(key) not in log.done}
     todo = [sample for sample in samples if sample.id in missing]
@@ -130,12 +132,13 @@ def predict_rounds(
             sampler = Sampler(config, device=loaded.model.device, vocab_limit=len(loaded.tokenizer))
             text, budget = (loaded.model, sampler, sample.ids, decoded), config.max_steps or 0
             if skip is None:
-                found = trace(*text, exits, budget=budget, end_ids=end_ids, most_speculations=most)
+                found = trace(*text, exits, budget=budget, end_ids=end_ids, most_speculations=most, token_ids=token_ids)
             else:
                 written = read(loaded.model, sample.ids, decoded, budget=budget, end_ids=end_ids)
-                found = follow(loaded.model, sampler, written, skip, most, end_ids)
+                found = follow(loaded.model, sampler, written, skip, most, end_ids, token_ids)
             for exit_layer, length in cells:
-                rounds = simulate(found, skip or exit_layer or 0, length, seed=sample_seed(seed, sample.id))
+                part = (exit_layer or 0) if skip is None else skip
+                rounds = simulate(found, part, length, seed=sample_seed(seed, sample.id))
                 by_length = [rounds.by_length[i] for i in range(most + 1)]
                 log.write({
                     "sample_id": sample.id, "exit_layer": exit_layer, "num_speculations": length,
@@ -170,7 +173,7 @@ def predicted_cells(
     for (exit_layer, _), rounds in sums.items():
         values = (
             rounds.drafted, rounds.accepted, rounds.acceptance_rate, rounds.tokens_per_round,
-            rounds.speedup(costs, skip or exit_layer or 0),
+            rounds.speedup(costs, (exit_layer or 0) if skip is None else skip),
         )  # fmt: skip
         found.append(dict(zip(PREDICTED_COLUMNS, values, strict=True)))
     return found

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from self_speculation.modeling import OUTSIDE, DraftVocabulary
 
 VOCAB = 16
 UNLIKELY = -60.0
@@ -21,6 +22,25 @@ Table = Callable[[Sequence[int]], torch.Tensor]  # tokens so far -> logits [voca
 @dataclass
 class TableCache:
     tokens: list[int] = field(default_factory=list)
+
+
+class TableHead:
+    """`DraftHead` where hidden states are logits."""
+
+    def __init__(self, token_ids: torch.Tensor | None):
+        self.token_ids = token_ids
+        self.vocabulary = DraftVocabulary(range(VOCAB) if token_ids is None else token_ids.tolist())
+
+    def start(self) -> None:
+        self.vocabulary.start()
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        self.vocabulary.follow(tokens)
+
+    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.full_like(hidden[0], OUTSIDE)
+        logits[:, self.vocabulary.ids] = hidden[0][:, self.vocabulary.ids]
+        return logits
 
 
 @dataclass
@@ -83,7 +103,7 @@ class TableModel:
         return self.run(tokens, cache, position, stop=1)
 
     def draft_head(self, token_ids: Any) -> Any:
-        return SimpleNamespace(whole=self.head)
+        return TableHead(token_ids)
 
 
 def random_tables(seed: int = 0, support: int = 3) -> tuple[Table, Table]:

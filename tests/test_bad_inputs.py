@@ -82,6 +82,8 @@ USAGE = [
     ("generate", f"{ONE} {SPEC} --drafter skip_layer", "skip"),
     ("generate", f"{ONE} {SPEC} --skip_layers TMP/skip.json --skip_attn_layers 1", "not both"),
     ("generate", f"{ONE} {SPEC} --exit_layer 2 --draft_exit_threshold 2", "--draft_exit_threshold 2.0"),
+    ("generate", f"{ONE} {SPEC} --drafter prompt_lookup --draft_vocabulary 9", "--draft_vocabulary 9: prompt_lookup"),
+    ("generate", f"{ONE} --draft_vocabulary -1", "--draft_vocabulary -1"),
     ("generate", f"{ONE} --dtype int8", "--dtype int8"),
     ("generate", f"{ONE} --device gpu", "--device gpu"),
     ("generate", f"{ONE} --device cuda:99", "--device cuda:99"),

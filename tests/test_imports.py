@@ -13,7 +13,7 @@ PACKAGE = ROOT / "self_speculation"
 LEVELS = [  # each may import from its own and from earlier ones
     {"config"},
     {"files", "hub", "watch"},
-    {"distributed", "modeling", "loading", "adapters"},
+    {"distributed", "modeling", "loading", "adapters", "vocabulary"},
     {"drafters", "sampling", "sources", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},
     {"cli", "records", "responses", "scores", "costs", "prediction", "replay", "skip_scores", "skip_search",

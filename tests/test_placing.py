@@ -50,6 +50,12 @@ def texts(loaded, **more):
     return [d.tokens for _, d in sorted(Generator(loaded, GenerationConfig(**more)).each(enumerate(PROMPTS)))]
 
 
+def test_a_head_that_is_not_in_memory_cannot_be_divided(spread):
+    config = GenerationConfig(**settings("early_exit"), draft_vocabulary=9)
+    with pytest.raises(UsageError, match="--draft_vocabulary 9: --device_map or --tp"):
+        Generator(spread, config)
+
+
 @pytest.mark.parametrize("batch_size", (1, 2))
 @pytest.mark.parametrize("way", ("direct", "view"))
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -118,7 +118,7 @@ def measured_rate(loaded, config):
     return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
 
 
-COSTS = SkipCosts(10.0, 1.0, (1, 3), (10.0, 24.0), (0.5, 1.5), (1.0, 3.0), (2.0, 6.0), (12.0, 14.0), 100)
+COSTS = SkipCosts(10.0, 1.0, (1, 3), (10.0, 24.0), (0.5, 1.5), (1.0, 3.0), (2.0, 6.0), (12.0, 14.0), (11.0, 12.0), 100)
 
 
 def test_costs_of_a_round_by_hand():

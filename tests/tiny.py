@@ -208,6 +208,8 @@ DRAFTERS: dict[
 ] = {  # as the command line names them, with the settings they need; "" drafts nothing
     "": {},
     "early_exit": {},
+    "early_exit/12": {},  # with a head over so many tokens
+    "skip_layer/12": {},
     "skip_layer": {"skip_attn_layers": "1,3", "skip_mlp_layers": "2-3"},
     "prompt_lookup": {},
     "prompt_lookup+early_exit": {},
@@ -219,11 +221,13 @@ DRAFTERS: dict[
 def new_drafter(name: str, model: Any, exit_layer: int = 2, num_speculations: int = 4, **settings: Any) -> Drafter:
     """A drafter as the command line would make it."""
     strategy = "self_speculative" if name else "autoregressive"
+    drafter, _, size = name.partition("/")
     config = GenerationConfig(
-        generation_strategy=strategy, drafter=name or None, exit_layer=exit_layer, num_speculations=num_speculations,
-        **DRAFTERS[name], **settings,
+        generation_strategy=strategy, drafter=drafter or None, exit_layer=exit_layer, draft_vocabulary=int(size or 0),
+        num_speculations=num_speculations, **DRAFTERS[name], **settings,
     )  # fmt: skip
-    return make_drafter(config, model, new_adapter(model, exit_layer) if "adapter" in name else None)
+    token_ids = torch.arange(model.vocab_size - 1, -1, -1)[: int(size)] if size else None
+    return make_drafter(config, model, new_adapter(model, exit_layer) if "adapter" in name else None, token_ids)
 
 
 def adapter_cache_error(drafter: Drafter, context: Context) -> float:

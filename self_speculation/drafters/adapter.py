@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..config import UsageError
-from ..modeling import Adapter, Batch, ExitStates, KVCache, SelfSpeculativeModel
+from ..modeling import Adapter, Batch, DraftHead, ExitStates, KVCache, SelfSpeculativeModel
 from .base import Context, Draft, Turn
 from .draft_exit import DraftExit
 from .layers import LayersDrafter
@@ -20,17 +20,20 @@ class AdapterDrafter(LayersDrafter):
     """Runs the layers in front of the adapter, the adapter, then norm and head (`modeling.adapter` names the kinds).
 
     The adapter has a key/value cache of its own. What it wrote while drafting counts until verification; at the next
-    draft it first runs over the model's own states of the tokens that were verified since, whoever drafted them.
+    draft it first runs over the model's own states of the tokens that were verified since, whoever drafted them. Its
+    head, where none is given, scores the tokens that it was trained for.
     """
 
-    def __init__(self, adapter: Adapter, draft_exit: DraftExit | None = None):
-        super().__init__(draft_exit)
+    depth: int
+
+    def __init__(self, adapter: Adapter, draft_exit: DraftExit | None = None, head: DraftHead | None = None):
+        super().__init__(draft_exit, head)
         self.adapter, self.depth = adapter, adapter.shape.exit_layer
-        self.head: Any = None
 
     def start(self, context: Context) -> None:
+        if self.head is None:
+            self.head = context.model.draft_head(self.adapter.token_ids)
         super().start(context)
-        self.head = self.head or context.model.draft_head(self.adapter.token_ids)
         self.cache = context.model.new_cache(len(context.tokens) + ROOM)
         self.known = 0  # positions of the adapter's cache that come from the model's own states
         self.exits: list[torch.Tensor] = []
@@ -71,17 +74,16 @@ class AdapterDrafter(LayersDrafter):
             )
         states = model.run(tokens, cache, 0, stop=self.depth)
         own = model.new_cache(tokens.shape[1])
-        return model.draft_head(self.adapter.token_ids).whole(model.run_adapter(self.adapter, tokens, own, 0, states))
-
-    def logits(self, context: Context, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.whole(hidden)
+        if self.head is None:
+            self.head = model.draft_head(self.adapter.token_ids)
+        return self.head.whole(model.run_adapter(self.adapter, tokens, own, 0, states))
 
     @classmethod
     def propose_each(cls, turns: Sequence[Turn], batch: Batch) -> list[Draft]:
         """One row after the other: each has states and an adapter's cache of its own."""
         return super(LayersDrafter, cls).propose_each(turns, batch)
 
-    def keep(self, states: list[torch.Tensor]) -> ExitStates | None:
+    def keep(self, context: Context, states: list[torch.Tensor]) -> ExitStates | None:
         return None if self.adapter.ahead else ExitStates(self.adapter.shape.exit_layer, torch.cat(self.exits, dim=1))
 
     def columns(self) -> dict[str, Any]:

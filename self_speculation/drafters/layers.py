@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..modeling import Batch, ExitStates, SkipSet
+from ..modeling import Batch, DraftHead, ExitStates, SkipSet
 from ..sampling import draw_each
 from ..stats import Round
 from .base import Context, Draft, Drafter, Turn
@@ -16,10 +16,14 @@ from .draft_exit import DraftExit
 
 
 class LayersDrafter(Drafter):
-    """Draws tokens one after the other from a part of the model, until `limit`, an end, or `draft_exit` stops it."""
+    """Draws tokens one after the other from a part of the model, until `limit`, an end, or `draft_exit` stops it.
 
-    def __init__(self, draft_exit: DraftExit | None = None):
-        self.draft_exit = draft_exit
+    Args:
+        head: takes the place of the model's.
+    """
+
+    def __init__(self, draft_exit: DraftExit | None = None, head: DraftHead | None = None):
+        self.draft_exit, self.head = draft_exit, head
         self.limit = 0
 
     @abstractmethod
@@ -32,23 +36,25 @@ class LayersDrafter(Drafter):
 
     def logits(self, context: Context, hidden: torch.Tensor) -> torch.Tensor:
         """[1, vocabulary] logits from what `run` returned."""
-        return context.model.head(hidden)
+        return context.model.head(hidden) if self.head is None else self.head.whole(hidden)
 
-    def keep(self, states: list[torch.Tensor]) -> ExitStates | None:
+    def keep(self, context: Context, states: list[torch.Tensor]) -> ExitStates | None:
         """What verification can go on from."""
         return None
 
     def start(self, context: Context) -> None:
         if self.draft_exit is not None:
             self.draft_exit.start()
+        if self.head is not None:
+            self.head.start()
 
     def propose(self, context: Context, limit: int) -> Draft:
+        self.begin(context, limit)
         position = context.position
         tokens: list[int] = []
         probs: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
         last = context.tokens[-1]
-        self.limit = limit
         while len(tokens) < limit:
             hidden = self.run(context, last, position + len(tokens))
             logits = self.logits(context, hidden)
@@ -59,7 +65,7 @@ class LayersDrafter(Drafter):
                 probs.append(distribution)
             if last in context.end_ids or self.doubts(logits, last):
                 break
-        return Draft(tokens, torch.stack(probs) if probs else None, self.keep(states))
+        return Draft(tokens, torch.stack(probs) if probs else None, self.keep(context, states))
 
     @classmethod
     def propose_each(cls, turns: Sequence[Turn], batch: Batch) -> list[Draft]:
@@ -69,14 +75,18 @@ class LayersDrafter(Drafter):
         tokens: list[list[int]] = [[] for _ in turns]
         probs: list[list[torch.Tensor]] = [[] for _ in turns]
         states: list[torch.Tensor] = []
-        for drafter, turn in zip(drafters, turns, strict=True):
-            drafter.limit = turn.limit
+        for turn in turns:
+            turn.drafter.begin(turn.context, turn.limit)  # type: ignore[attr-defined]
         going = [row for row, turn in enumerate(turns) if turn.limit > 0]
         while going:
             last = [[(tokens[row] or turn.context.tokens)[-1]] for row, turn in enumerate(turns)]
             states.append(batch.run(last, [turn.context.position + len(states) for turn in turns], **part))
-            logits = batch.head(states[-1], [int(row in going) for row in range(len(turns))])
             contexts = [turns[row].context for row in going]
+            if drafters[0].head is None:
+                logits = batch.head(states[-1], [int(row in going) for row in range(len(turns))])
+            else:
+                rows = zip(going, contexts, strict=True)
+                logits = torch.cat([drafters[row].logits(context, states[-1][row : row + 1]) for row, context in rows])
             prefixes = [[*context.tokens, *tokens[row]] for row, context in zip(going, contexts, strict=True)]
             drawn = draw_each([context.sampler for context in contexts], logits, prefixes)
             for place, (row, (token, distribution)) in enumerate(zip(list(going), drawn, strict=True)):
@@ -93,10 +103,16 @@ class LayersDrafter(Drafter):
             Draft(
                 tokens[row],
                 torch.stack(probs[row]) if probs[row] else None,
-                drafter.keep([hidden[row : row + 1, : len(tokens[row])]]) if tokens[row] else None,
+                drafter.keep(turns[row].context, [hidden[row : row + 1, : len(tokens[row])]]) if tokens[row] else None,
             )
             for row, drafter in enumerate(drafters)
         ]
+
+    def begin(self, context: Context, limit: int) -> None:
+        """A draft of up to `limit` tokens begins."""
+        self.limit = limit
+        if self.head is not None:
+            self.head.follow(context.tokens)
 
     def doubts(self, logits: torch.Tensor, token: int) -> bool:
         """Whether the draft ends with this token, by its logits [1, vocabulary]."""
@@ -107,7 +123,9 @@ class LayersDrafter(Drafter):
             self.draft_exit.observe(outcome.drafted, outcome.accepted, self.limit)
 
     def columns(self) -> dict[str, Any]:
-        return {} if self.draft_exit is None else {"draft_exit_threshold": self.draft_exit.threshold}
+        threshold = {} if self.draft_exit is None else {"draft_exit_threshold": self.draft_exit.threshold}
+        size = {"draft_vocabulary": self.head.size} if self.head is not None and self.head.size else {}
+        return threshold | size
 
 
 class EarlyExitDrafter(LayersDrafter):
@@ -117,14 +135,14 @@ class EarlyExitDrafter(LayersDrafter):
     verification runs only the layers from `exit_layer` on.
     """
 
-    def __init__(self, exit_layer: int, draft_exit: DraftExit | None = None):
-        super().__init__(draft_exit)
+    def __init__(self, exit_layer: int, draft_exit: DraftExit | None = None, head: DraftHead | None = None):
+        super().__init__(draft_exit, head)
         self.exit_layer = exit_layer
 
     def part(self) -> dict[str, Any]:
         return {"stop": self.exit_layer}
 
-    def keep(self, states: list[torch.Tensor]) -> ExitStates:
+    def keep(self, context: Context, states: list[torch.Tensor]) -> ExitStates:
         return ExitStates(self.exit_layer, torch.cat(states, dim=1))
 
 
@@ -132,15 +150,19 @@ class SkipLayerDrafter(LayersDrafter):
     """Runs all layers but the sub-layers in `skip` (Draft & Verify, arXiv 2309.08168).
 
     It attends to the target's own keys and values of the past. What it writes itself is overwritten by verification.
+    Where nothing is skipped but part of the head, it is the target's own, and verification runs no layer again.
     `skip` may be changed between rounds.
     """
 
-    def __init__(self, skip: SkipSet, draft_exit: DraftExit | None = None):
-        super().__init__(draft_exit)
+    def __init__(self, skip: SkipSet, draft_exit: DraftExit | None = None, head: DraftHead | None = None):
+        super().__init__(draft_exit, head)
         self.skip = skip
 
     def part(self) -> dict[str, Any]:
         return {"skip": self.skip}
+
+    def keep(self, context: Context, states: list[torch.Tensor]) -> ExitStates | None:
+        return None if len(self.skip) else ExitStates(context.model.num_layers, torch.cat(states, dim=1))
 
     def columns(self) -> dict[str, Any]:
         return {**super().columns(), **self.skip.columns()}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,6 @@ from torch import nn
 from .backbone import Backbone
 from .cache import KVCache
 from .skip import without
-from .views import view_of
 
 KINDS = ("attention", "mlp", "layer", "feature")
 
@@ -90,31 +88,3 @@ class Adapter(nn.Module):
         width = states.shape[-1:]
         embedded = backbone.decoder.embed_tokens(tokens).to(states.dtype)
         return torch.cat([F.rms_norm(embedded, width), F.rms_norm(states, width)], dim=-1)
-
-
-class DraftHead(nn.Module):
-    """The model's final norm and head over part of the vocabulary (FR-Spec, arXiv 2502.14856), or over all of it."""
-
-    def __init__(self, backbone: Backbone, token_ids: torch.Tensor | None):
-        super().__init__()
-        self.token_ids, self.vocab_size = token_ids, backbone.config.vocab_size
-        self.view: Any = backbone.head_view
-        if token_ids is not None:
-            head = backbone.model.get_output_embeddings()
-            name = next(name for name, child in backbone.model.named_children() if child is head)
-            part = nn.Linear(head.weight.shape[1], len(token_ids), bias=head.bias is not None, device="meta")
-            part.weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
-            if head.bias is not None:
-                part.bias = nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
-            self.view = view_of(self.view, **{name: part})
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, n, H] -> logits [B, n, part of the vocabulary]."""
-        return self.view(inputs_embeds=hidden).logits
-
-    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, n, H] -> logits [n, vocabulary], minus infinity outside the part."""
-        logits = self(hidden)[0]
-        if self.token_ids is None:
-            return logits
-        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.token_ids, logits)

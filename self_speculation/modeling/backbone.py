@@ -49,6 +49,7 @@ class Backbone:
             name for name in ("cache", "past_key_values") if name in _parameters(type(self.decoder).forward)
         )
         self.head_view = view_of(model, **{self._decoder_name(): NormOnly(self.decoder.norm)})
+        self.draft_views: dict[int, tuple[Any, Any]] = {}  # heads over part of the vocabulary, by size
         self.compiled: Compiled | None = None  # set by `SelfSpeculativeModel.compile`
         self.direct: DirectLayers | None = None
         try:
@@ -123,10 +124,15 @@ class Backbone:
         with self.slots.visited_by(visit):
             self.view(input_ids=input_ids, use_cache=True, **{self.cache_name: cache}, **kwargs)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm, LM head and whatever the family does to its logits: [1, n, H] -> [1, n, vocabulary]."""
-        compiled = None if self.compiled is None else self.compiled.head(hidden)
-        return self.head_view(inputs_embeds=hidden).logits if compiled is None else compiled
+    def head(self, hidden: torch.Tensor, view: Any = None) -> torch.Tensor:
+        """Final norm, LM head and whatever the family does to its logits: [1, n, H] -> [1, n, vocabulary].
+
+        Args:
+            view: a view of the model that is only that, in the place of `head_view`.
+        """
+        view = self.head_view if view is None else view
+        compiled = None if self.compiled is None else self.compiled.head(hidden, view)
+        return view(inputs_embeds=hidden).logits if compiled is None else compiled
 
     def _decoder_name(self) -> str:
         return next(name for name, module in self.model.named_children() if module is self.decoder)

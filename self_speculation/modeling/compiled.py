@@ -78,12 +78,12 @@ class Compiled:
                 return None
         return self.regions[name](entering, *self._places(position, position + n, entering.device), keys, values)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def head(self, hidden: torch.Tensor, view: Any) -> torch.Tensor | None:
         """As `Backbone.head`; None when it must be called directly."""
         if not self._fits(hidden):
             return None
-        n, view = hidden.shape[1], self.backbone.head_view
-        name = ("head", n == 1)
+        n = hidden.shape[1]
+        name = ("head", id(view), n == 1)
         if name not in self.regions:
             sample = _sample(hidden, 1, 1 if n == 1 else TOKENS)
             if not self._compile(name, lambda states: view(inputs_embeds=states).logits, (sample,)):

@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import UsageError
-from .adapter import Adapter, DraftHead
+from .adapter import Adapter
 from .backbone import Backbone, Unsupported
 from .cache import KVCache
 from .compiled import Compiled
+from .draft_head import DraftHead
 from .skip import SkipSet
 
 
@@ -62,7 +63,6 @@ class SelfSpeculativeModel:
 
     def __init__(self, model: PreTrainedModel):
         self.hf_model = model.eval()
-        self._draft_head: DraftHead | None = None
         self._skipping: tuple[SkipSet, list[torch.nn.Module]] | None = None
         with torch.inference_mode():
             self.backbone = Backbone(self.hf_model)
@@ -214,10 +214,8 @@ class SelfSpeculativeModel:
         return adapter(self.backbone, tokens, cache, position, states)
 
     def draft_head(self, token_ids: torch.Tensor | None) -> DraftHead:
-        """Final norm and head over the tokens in `token_ids`, None for all; the last one asked for is remembered."""
-        if self._draft_head is None or self._draft_head.token_ids is not token_ids:
-            self._draft_head = DraftHead(self.backbone, token_ids)
-        return self._draft_head
+        """A final norm and head over the tokens in `token_ids`, None for all; each text being decoded needs its own."""
+        return DraftHead(self.backbone, token_ids)
 
     def _check_split(self) -> None:
         """Compare early layers + the rest with the model's own forward on a few tokens."""
