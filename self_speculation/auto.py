@@ -2,7 +2,7 @@
 
 They are the first of the data set, if there is one, else built in.
 
-For a skip set only the number of speculations is left to choose.
+For a skip set or an adapter only the number of speculations is left to choose.
 
 The first choice for a model takes a few seconds; what was found is kept for it, its dtype and its device.
 """
@@ -17,25 +17,24 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 import transformers
 
 from . import distributed
-from .config import GenerationConfig, UsageError
-from .costs import RoundCosts, measure_costs, spread
+from .config import UsageError
+from .costs import spread
 from .decoding import decode
 from .drafters.chain import NoDrafter
-from .loading import Loaded, cache_folder, fingerprint
-from .modeling import SelfSpeculativeModel, SkipSet
-from .prediction import Part, Rounds, read, simulate, trace
-from .sampling import Sampler, sample_seed
-from .skip_scores import follow, measure_skip_costs
+from .forecast import Forecast
+from .loading import cache_folder, fingerprint
+from .prediction import Rounds, simulate
+from .sampling import sample_seed
 from .stopping import Stopper
-from .vocabulary import draft_token_ids
 
-VERSION = 6  # of what is kept
+VERSION = 7  # of what is kept
 PROMPTS = (
     "Article: The harbour town of Wenlow has opened a bridge for walkers and cyclists, two years later than planned. "
     "It joins the old market to the station and cost eleven million pounds. The mayor said that it would shorten the "
@@ -52,8 +51,8 @@ TEXTS = 3  # of a data set
 
 @dataclass(frozen=True)
 class Cell:
-    """One exit layer (None for a skip set) and number of speculations, as predicted. Times are in steps of
-    autoregressive decoding."""
+    """An exit layer (None for a skip set or an adapter) and a number of speculations, as predicted. Times are in steps
+    of autoregressive decoding."""
 
     exit_layer: int | None
     num_speculations: int
@@ -66,32 +65,28 @@ class Cell:
 
 
 def choose_cell(
-    loaded: Loaded,
-    config: GenerationConfig,
-    notify: Callable[[str], None],
-    skip: SkipSet | None = None,
-    prompts: Sequence[Sequence[int]] = (),
+    forecast: Forecast, notify: Callable[[str], None], prompts: Sequence[Sequence[int]] = ()
 ) -> Cell | None:
     """The cell to decode with, None when autoregressive decoding is faster; `notify` is told what and why.
 
-    Every process must come here; the first decides. What `config` fixes (either number) stays fixed. With `skip`, that
-    set drafts in the place of an early exit. The first of `prompts` (token ids) take the place of the built-in ones.
+    Every process must come here; the first decides. What the settings fix (either number) stays fixed. The first of
+    `prompts` (token ids) take the place of the built-in ones.
     """
     if distributed.one_model():
         raise UsageError("--tp True: give --exit_layer and --num_speculations; choosing them measures one process")
     distributed.join()
-    texts = [list(prompt) for prompt in prompts[:TEXTS]] or [loaded.encode(prompt) for prompt in PROMPTS]
-    cells = distributed.on_main(lambda: _kept(loaded, config, skip, texts))
+    texts = [list(prompt) for prompt in prompts[:TEXTS]] or [forecast.loaded.encode(prompt) for prompt in PROMPTS]
+    cells = distributed.on_main(lambda: _kept(forecast, texts))
     best = max(cells, key=lambda cell: cell.speedup)
     costs = (
         f"a draft costs {best.draft_step:.2f} and verifying {best.verification:.2f} steps of the whole model, "
         f"acceptance is {best.acceptance_rate:.0%}, break-even at {best.break_even:.0%}"
     )
     cell = f"--num_speculations {best.num_speculations}"
-    if skip is None:
+    if forecast.by_exit:
         cell = f"--exit_layer {best.exit_layer} {cell}"
     if best.speedup <= 1:
-        what = "early exit" if skip is None else "this skip set"
+        what = "early exit" if forecast.by_exit else "this skip set" if forecast.skip is not None else "this adapter"
         notify(
             f"chose autoregressive decoding: {what} does not pay; the best cell tried, {cell}, would run at "
             f"{best.speedup:.2f} x ({costs})"
@@ -101,71 +96,61 @@ def choose_cell(
     return best
 
 
-def _kept(loaded: Loaded, config: GenerationConfig, skip: SkipSet | None, prompts: Sequence[list[int]]) -> list[Cell]:
+def _kept(forecast: Forecast, prompts: Sequence[list[int]]) -> list[Cell]:
     """The predicted cells, from the file kept for this model and these settings if there is one."""
-    model = loaded.model
-    parts: Sequence[Part] = (config.exit_layer,)
-    if skip is not None:
-        parts = (skip,)
-    elif config.exit_layer == -1:
-        parts = spread(1, max(1, model.num_layers * 3 // 4), EXITS)
+    config, model = forecast.config, forecast.loaded.model
+    exits: Sequence[int] = (config.exit_layer,) if forecast.by_exit else ()
+    if forecast.by_exit and config.exit_layer == -1:
+        exits = spread(1, max(1, model.num_layers * 3 // 4), EXITS)
     lengths = tuple(range(1, MOST_SPECULATIONS + 1))
     if config.num_speculations != -1:
         lengths = (config.num_speculations,)
-    path = cache_folder() / "auto" / f"{_fingerprint(loaded, config, parts, lengths, prompts)}.json"
+    path = cache_folder() / "auto" / f"{_fingerprint(forecast, exits, lengths, prompts)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return [Cell(**cell) for cell in json.loads(path.read_text())["cells"]]
-    cells = predict(loaded, config, parts, lengths, prompts)
-    _keep(path, {"model": loaded.name, "cells": [asdict(cell) for cell in cells]})
+    cells = predict(forecast, exits, lengths, prompts, SECONDS)
+    _keep(path, {"model": forecast.loaded.name, "cells": [asdict(cell) for cell in cells]})
     return cells
 
 
 def predict(
-    loaded: Loaded,
-    config: GenerationConfig,
-    parts: Sequence[Part],
+    forecast: Forecast,
+    exits: Sequence[int],
     lengths: Sequence[int],
     prompts: Sequence[list[int]],
-    seconds: float = SECONDS,
+    seconds: float,
 ) -> list[Cell]:
     """Predict every cell from texts that the target writes after `prompts`.
 
     Args:
-        parts: exit layers, or one skip set.
+        exits: exit layers, none where a skip set or an adapter drafts.
         prompts: token ids.
+        seconds: about how long to take for the texts, and as long again for the costs.
     """
-    skip = parts[0] if isinstance(parts[0], SkipSet) else None
-    exits = [part for part in parts if isinstance(part, int)]
-    model, most = loaded.model, max(lengths)
-    config = replace(config.resolved(), ignore_eos=True)
-    token_ids = draft_token_ids(config, loaded)
+    forecast = replace(forecast, config=replace(forecast.config.resolved(), ignore_eos=True))
+    model, most = forecast.loaded.model, max(lengths)
     room = model.max_positions - LEAST_TOKENS - most - 1
     prompts = [prompt[: max(1, room)] for prompt in prompts]
     started = time.perf_counter()
-    rounds: dict[tuple[Part, int], Rounds] = {(part, length): Rounds() for part in parts for length in lengths}
+    cells: list[tuple[int | None, int]] = list(product(exits or (None,), lengths))
+    rounds = [Rounds() for _ in cells]
     budget, tokens = LEAST_TOKENS, prompts[0]
     for number, prompt in enumerate(prompts):
         budget = max(1, min(budget, model.max_positions - len(prompt)))
-        sampler = Sampler(config, seed=sample_seed(0, number), device=model.device, vocab_limit=len(loaded.tokenizer))
-        stopper = Stopper(budget=budget)
-        decoded = decode(model, NoDrafter(), prompt, sampler=sampler, stopper=stopper)
-        if skip is not None:
-            text = read(model, prompt, decoded, budget=budget)
-            found = follow(model, sampler, text, skip, most, token_ids=token_ids)
-        else:
-            found = trace(model, sampler, prompt, decoded, exits, budget=budget, most_speculations=most,
-                          token_ids=token_ids)  # fmt: skip
-        for (part, length), sums in rounds.items():
-            sums += simulate(found, part, length, seed=number)
+        sampler = forecast.sampler(sample_seed(0, number))
+        decoded = decode(model, NoDrafter(), prompt, sampler=sampler, stopper=Stopper(budget=budget))
+        found = forecast.follow(sampler, prompt, decoded, exits, budget=budget, most=most)
+        for (exit_layer, length), sums in zip(cells, rounds, strict=True):
+            sums += simulate(found, forecast.part(exit_layer), length, seed=number)
         tokens = [*prompt, *decoded.tokens]
         left = (seconds - (time.perf_counter() - started)) / max(1, len(prompts) - number - 1)
         speed = budget / max(1e-6, (time.perf_counter() - started) / (number + 1))
         budget = max(LEAST_TOKENS, min(MOST_TOKENS, int(left * speed)))
-    tokens = tokens[: max(1, model.max_positions - most - 1)]
-    measured = _costs(model, sampler, tokens, skip, exits, most, seconds, token_ids)
+    ends = sorted({min(exits), max(exits)}) if exits else []
+    measured = forecast.costs(tokens, ends, sorted({1, 2, (1 + most) // 2, most}), seconds)
     return [
         Cell(
-            part if isinstance(part, int) else None,
+            exit_layer,
             length,
             sums.acceptance_rate or 0.0,
             sums.tokens_per_round or 0.0,
@@ -174,19 +159,9 @@ def predict(
             measured.verification(part, length) / measured.step,
             measured.break_even(part, length),
         )
-        for (part, length), sums in rounds.items()
+        for (exit_layer, length), sums in zip(cells, rounds, strict=True)
+        for part in [forecast.part(exit_layer)]
     ]
-
-
-def _costs(
-    model: SelfSpeculativeModel, sampler: Sampler, tokens: Sequence[int], skip: SkipSet | None, exits: Sequence[int],
-    most: int, seconds: float, token_ids: torch.Tensor | None,
-) -> RoundCosts:  # fmt: skip
-    lengths = sorted({1, 2, (1 + most) // 2, most})
-    if skip is not None:
-        return measure_skip_costs(model, sampler, tokens, lengths, seconds, token_ids)
-    ends = min(exits), max(exits)
-    return measure_costs(model, sampler, tokens, ends, lengths, seconds=seconds, token_ids=token_ids)
 
 
 def _keep(path: Path, content: dict[str, object]) -> None:
@@ -198,26 +173,20 @@ def _keep(path: Path, content: dict[str, object]) -> None:
         draft.replace(path)
 
 
-def _fingerprint(
-    loaded: Loaded,
-    config: GenerationConfig,
-    parts: Sequence[Part],
-    lengths: Sequence[int],
-    prompts: Sequence[list[int]],
-) -> str:
+def _fingerprint(forecast: Forecast, exits: Sequence[int], lengths: Sequence[int], prompts: Sequence[list[int]]) -> str:
     """What the prediction depends on: weights, dtype, device, settings, prompts, and what was tried."""
-    model = loaded.model
+    model, settings = forecast.loaded.model, forecast.config.resolved()
     cuda = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
-    settings = config.resolved()
     sampling = None if settings.greedy else (
         settings.temperature, settings.top_k, settings.top_p, settings.min_p
     )  # fmt: skip
     history = (settings.repetition_penalty, settings.no_repeat_ngram_size)
-    tried = tuple(part.columns() if isinstance(part, SkipSet) else part for part in parts)
+    skip = forecast.skip.columns() if forecast.skip is not None else None
+    adapter = fingerprint(forecast.adapter) if forecast.adapter is not None else None
     facts = (
         VERSION, fingerprint(model.hf_model), str(model.dtype), model.device.type, cuda, platform.machine(),
         platform.node(), os.cpu_count(), torch.get_num_threads(), torch.__version__, transformers.__version__, sampling,
-        history, tried, tuple(lengths), prompts, model.hf_model.config.to_json_string(), model.compiled,
-        config.draft_vocabulary,
+        history, skip, adapter, tuple(exits), tuple(lengths), prompts, model.hf_model.config.to_json_string(),
+        model.compiled, settings.draft_vocabulary,
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]

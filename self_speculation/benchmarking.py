@@ -10,20 +10,13 @@ from typing import Any
 import torch
 
 from . import datasets, distributed, metrics
-from .config import GenerationConfig
-from .costs import RoundCosts, measure_costs
 from .datasets import DataConfig, Example
 from .decoding import Decoded
-from .drafters.layers import SkipLayerDrafter
+from .forecast import Forecast
 from .generation import Generator
 from .loading import Loaded
-from .modeling import SkipSet
-from .prediction import Part
 from .records import SAMPLE_COLUMNS, RunLog
-from .sampling import Sampler
-from .skip_scores import measure_skip_costs
 from .strategies import AUTOREGRESSIVE, Strategy
-from .vocabulary import draft_token_ids
 
 Row = dict[str, Any]
 
@@ -277,26 +270,26 @@ def _columns(columns: dict[str, tuple[list[Any], str]]) -> str:
 
 
 def explain(loaded: Loaded, strategy: Strategy, sample: Sample, pool: Row) -> list[str]:
-    """What the rounds of an early exit or a skip set cost and what acceptance would pay for them; [] for other
-    strategies and for batches.
+    """What the rounds of an early exit, a skip set or an adapter cost and what acceptance would pay for them; [] for
+    other strategies and for batches.
 
     The costs are measured on the spot, on the sample's prompt.
     """
     generator, rate = strategy.generator, pool.get("acceptance_rate")
     if not isinstance(generator, Generator) or rate is None or generator.config.batch_size > 1:
         return []
-    part, other = _part(generator)
-    if part is None:
+    forecast = Forecast.of(loaded, generator.config, generator.drafter)
+    if forecast is None:
         return []
-    length = generator.config.num_speculations
-    costs = round_costs(loaded, generator.config, sample.ids, [part], [length])
+    part, length = forecast.part(generator.config.exit_layer), generator.config.num_speculations
+    costs = forecast.costs(sample.ids, [generator.config.exit_layer], [length])
     draft, verify = costs.draft_step(part, length), costs.verification(part, length)
     even = costs.break_even(part, length)
     lines = [
         f"{strategy.name}: a step of the whole model takes {1e3 * costs.step:.1f} ms, a draft step {1e3 * draft:.1f} "
         f"ms, verifying {length} drafts {1e3 * verify:.1f} ms; acceptance {rate:.1%}, break-even {even:.1%}"
     ]
-    return lines + slowness(strategy.name, rate, even, pool["metrics"].get("speedup"), other)
+    return lines + slowness(strategy.name, rate, even, pool["metrics"].get("speedup"), _instead(forecast))
 
 
 def slowness(name: str, rate: float, even: float, speedup: float | None, other: str) -> list[str]:
@@ -318,29 +311,8 @@ def slowness(name: str, rate: float, even: float, speedup: float | None, other: 
     return []
 
 
-def _part(generator: Generator) -> tuple[Part | None, str]:
-    """The part of the model that drafts, None where no such part drafts alone, and what to take in its place."""
-    if generator.config.drafter == "early_exit":
-        return generator.config.exit_layer, "use a model trained for early exit, another --exit_layer"
-    if generator.config.drafter == "skip_layer" and isinstance(generator.drafter, SkipLayerDrafter):
-        return generator.drafter.skip, "use a set that search.py finds"
-    return None, ""
-
-
-def round_costs(
-    loaded: Loaded, config: GenerationConfig, ids: Sequence[int], parts: Sequence[Part], lengths: Sequence[int],
-    seconds: float = 2.0,
-) -> RoundCosts:  # fmt: skip
-    """Measured costs after the prompt `ids`, shortened where the model's positions leave no room for a draft.
-
-    Args:
-        parts: exit layers, or one skip set.
-    """
-    model = loaded.model
-    sampler = Sampler(config, device=model.device, vocab_limit=len(loaded.tokenizer))
-    tokens = list(ids)[: max(1, model.max_positions - max(lengths) - 1)]
-    exits = [part for part in parts if not isinstance(part, SkipSet)]
-    token_ids = draft_token_ids(config, loaded)
-    if not exits:
-        return measure_skip_costs(model, sampler, tokens, lengths, seconds, token_ids)
-    return measure_costs(model, sampler, tokens, exits, lengths, seconds=seconds, token_ids=token_ids)
+def _instead(forecast: Forecast) -> str:
+    """What may draft better."""
+    if forecast.skip is not None:
+        return "use a set that search.py finds"
+    return "use a model trained for early exit, another --exit_layer" if forecast.by_exit else "use another adapter"

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from .drafters.base import Context, Draft, Drafter
-from .drafters.layers import EarlyExitDrafter, LayersDrafter
-from .modeling import SelfSpeculativeModel
+from .drafters.layers import LayersDrafter
+from .modeling import KeptStates, SelfSpeculativeModel
 from .sampling import Sampler
 from .stats import now
 
@@ -91,26 +91,22 @@ def measure_costs(
     model: SelfSpeculativeModel,
     sampler: Sampler,
     tokens: Sequence[int],
-    exits: Sequence[int],
+    drafters: Mapping[int, LayersDrafter],
     lengths: Sequence[int],
     *,
     seconds: float = 5.0,
     least_repeats: int = 3,
     most_repeats: int = 25,
-    token_ids: torch.Tensor | None = None,
 ) -> Costs:
     """Time rounds after `tokens` as the decoding loop plays them, all kinds in turn so that drift hits them alike.
 
     Args:
         tokens: the text before the round; as long as those that will be decoded.
-        exits, lengths: exit layers and draft lengths to measure; cells between them are interpolated. Length 1 is
-            always measured.
+        drafters: what drafts at each exit layer to measure.
+        lengths: draft lengths to measure. Length 1 is always measured.
         seconds: about how long to go on once everything was timed `least_repeats` times.
-        token_ids: what a draft's head scores; None for all.
     """
-    exits, lengths = sorted(set(exits)), sorted({1, *lengths} - {0})
-    head = None if token_ids is None else model.draft_head(token_ids)
-    drafters = {exit_layer: EarlyExitDrafter(exit_layer, head=head) for exit_layer in exits}
+    exits, lengths = sorted(drafters), sorted({1, *lengths} - {0})
     part = time_rounds(model, sampler, tokens, drafters, lengths, seconds, least_repeats, most_repeats)
     return Costs(
         step=part["step", 0, 0],
@@ -135,8 +131,11 @@ def time_rounds(
 ) -> dict[tuple[str, Any, int], float]:
     """Times of ("step", 0, 0), ("head", 0, 0) and, for each name of a drafter and each length, ("draft", name, length)
     and ("verify", name, length)."""
-    context = Context(model, model.new_cache(len(tokens) + lengths[-1] + 1), sampler, list(tokens), (), lengths[-1])
-    model.prefill(model.ids(tokens), context.cache)
+    capacity = len(tokens) + lengths[-1] + 1
+    context = Context(model, model.new_cache(capacity), sampler, list(tokens), (), lengths[-1])
+    depth = next((drafter.depth for drafter in drafters.values() if drafter.depth is not None), None)
+    context.states = None if depth is None else KeptStates(depth, capacity)
+    model.prefill(model.ids(tokens), context.cache, states=context.states)
     for drafter in drafters.values():
         drafter.start(context)
     times: dict[tuple[str, Any, int], list[float]] = defaultdict(list)
@@ -164,7 +163,7 @@ def _play(context: Context, drafter: Drafter | None, length: int) -> tuple[float
     draft = drafter.propose(context, length) if drafter else Draft()
     drafted = now(device) if drafter else started
     block = model.ids([context.tokens[-1], *draft.tokens])
-    logits = model.verify(block, context.cache, context.position, draft.kept)
+    logits = model.verify(block, context.cache, context.position, draft.kept, context.states)
     context.sampler.verify(logits, context.tokens, draft.tokens, draft.probs)
     return drafted - started, now(device) - drafted
 

@@ -14,8 +14,9 @@ from .batching import Begin, decode_batch
 from .config import GenerationConfig, UsageError, from_options, require
 from .decoding import Decoded, DraftAlone, Observer, Text, decode
 from .drafters import AdapterDrafter, make_drafter, skip_set
+from .forecast import Forecast
 from .loading import Loaded, load
-from .modeling import Adapter, KVCache, SkipSet, why_not
+from .modeling import Adapter, KVCache, why_not
 from .sampling import Sampler, sample_seed
 from .skip_sets import ready_set
 from .stopping import Stopper
@@ -178,9 +179,9 @@ def choose(
 ) -> GenerationConfig:
     """Replace -1 by what the toolkit chooses, and complete the drafter.
 
-    Early exits, and the number of speculations of a skip set, are chosen by a prediction (`auto`); where they do not
-    pay, `num_speculations` becomes 0, or the drafters beside them are left to themselves. `skip_layer` without a set
-    takes the one that was found for these weights, if there is one.
+    Early exits, and the number of speculations of a skip set or an adapter, are chosen by a prediction (`auto`); where
+    they do not pay, `num_speculations` becomes 0, or the drafters beside them are left to themselves. `skip_layer`
+    without a set takes the one that was found for these weights, if there is one.
     """
     if "skip_layer" in config.drafters() and not any(config.skipped()) and (path := ready_set(loaded)):
         notify(f"chose --skip_layers {path}")
@@ -202,14 +203,17 @@ def choose(
     fixed_length = config.num_speculations != -1 or config.adaptive_draft_exit or "skip_layer" in config.drafters()
     if config.num_speculations == 0:
         return config
-    skip = _skip_set_alone(config, loaded)
-    if skip is not None or ("early_exit" in config.drafters() and (config.exit_layer == -1 or not fixed_length)):
-        if skip is None and fixed_length and config.num_speculations == -1:
+    forecast = _one_part(config, loaded)
+    if forecast is None and "early_exit" in config.drafters() and (config.exit_layer == -1 or not fixed_length):
+        if fixed_length and config.num_speculations == -1:
             config = replace(config, num_speculations=_fixed_speculations(config, notify))
-        cell = auto.choose_cell(loaded, config, notify, skip, prompts)
+        forecast = Forecast(loaded, config)
+    if forecast is not None:
+        cell = auto.choose_cell(forecast, notify, prompts)
         if cell is not None:
             return replace(config, exit_layer=cell.exit_layer or -1, num_speculations=cell.num_speculations)
-        others = [part for part in config.drafters() if part != ("early_exit" if skip is None else "skip_layer")]
+        one = "early_exit" if forecast.by_exit else "skip_layer" if forecast.skip is not None else "adapter"
+        others = [part for part in config.drafters() if part != one]
         if not others:
             return replace(config, num_speculations=0)
         config = replace(config, drafter="+".join(others), exit_layer=-1)
@@ -231,14 +235,17 @@ def _refuse_without_effect(config: GenerationConfig) -> None:
             "prompt_lookup has no head; it is for early_exit, skip_layer and adapter")  # fmt: skip
 
 
-def _skip_set_alone(config: GenerationConfig, loaded: Loaded) -> SkipSet | None:
-    """The skip set whose number of speculations is to be predicted: no other layers draft, and in full length."""
-    drafts = config.drafters()
-    if "skip_layer" not in drafts or "early_exit" in drafts or config.num_speculations != -1:
+def _one_part(config: GenerationConfig, loaded: Loaded) -> Forecast | None:
+    """The forecast of a skip set or an adapter whose number of speculations is to be predicted: no other layers draft,
+    and in full length."""
+    kinds = set(config.drafters()) - {"prompt_lookup"}
+    if config.num_speculations != -1 or config.adaptive_draft_exit or config.draft_exit_threshold is not None:
         return None
-    if config.adaptive_draft_exit or config.draft_exit_threshold is not None:
-        return None
-    return skip_set(config, loaded.model)
+    if kinds == {"skip_layer"}:
+        return Forecast(loaded, config, skip=skip_set(config, loaded.model))
+    if kinds == {"adapter"}:
+        return Forecast(loaded, config, adapter=load_adapter(loaded.model, config.adapter))
+    return None
 
 
 def _fixed_speculations(config: GenerationConfig, notify: Callable[[str], None]) -> int:

@@ -10,21 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from . import distributed, metrics
-from .benchmarking import Sample, measure, round_costs
+from .benchmarking import Sample, measure
 from .config import GenerationConfig, ModelConfig, UsageError, require
 from .costs import spread
 from .datasets import DataConfig
-from .drafters.layers import SkipLayerDrafter
+from .forecast import Forecast
 from .generation import Generator
 from .grid import PREDICTED_COLUMNS, Cell, Row, cell_name
 from .loading import Loaded
-from .modeling import SkipSet
-from .prediction import Part, Rounds, read, simulate, trace
+from .prediction import Rounds, simulate
 from .records import RunLog
-from .sampling import Sampler, sample_seed
-from .skip_scores import follow
+from .sampling import sample_seed
 from .strategies import AUTOREGRESSIVE, Strategy
-from .vocabulary import draft_token_ids
 
 ROUND_COLUMNS = (
     "sample_id", "exit_layer", "num_speculations", "prompt_tokens", "decode_tokens", "rounds", "drafted", "accepted",
@@ -58,8 +55,8 @@ def check_predictable(config: GenerationConfig, model: ModelConfig) -> None:
         raise UsageError("--predict True: what predicts measures one process; leave it out with --tp True")
     if config.draft_exit_threshold is not None or config.adaptive_draft_exit:
         raise UsageError("--predict True: drafts of a fixed length are predicted; leave out the draft exit rule")
-    if config.drafter not in ("early_exit", "skip_layer"):
-        raise UsageError(f"--predict True: {config.drafter} is not predicted, only early_exit and skip_layer are")
+    if config.drafter not in ("early_exit", "skip_layer", "adapter"):
+        raise UsageError(f"--predict True: {config.drafter} is not predicted; early_exit, skip_layer and adapter are")
 
 
 def strategies(loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], seed: int) -> list[Strategy]:
@@ -119,26 +116,20 @@ def predict_rounds(
     """Decode this process's share of the samples autoregressively and write the rounds of every cell."""
     config = config.resolved()
     plain = strategies(loaded, config, [], seed)[0].generator
-    skip = skip_set_of(loaded, config)
+    forecast = _forecast(loaded, config, cells)
     end_ids = {*(() if config.ignore_eos else loaded.eos_ids), *(config.stop_token_ids or ())}
     exits, most = sorted({cell[0] or 0 for cell in cells}), max(cell[1] for cell in cells)
-    token_ids = draft_token_ids(config, loaded)
     keys = ({"sample_id": s.id, "exit_layer": e, "num_speculations": k} for s in samples for e, k in cells)
     missing = {key["sample_id"] for key in keys if log.key_of(key) not in log.done}
     todo = [sample for sample in samples if sample.id in missing]
     with distributed.Progress(len(todo), desc="predict", unit="text") as progress:
         for sample in distributed.pull(todo):
             decoded = plain(sample.ids, sample_id=sample.id).complete()
-            sampler = Sampler(config, device=loaded.model.device, vocab_limit=len(loaded.tokenizer))
-            text, budget = (loaded.model, sampler, sample.ids, decoded), config.max_steps or 0
-            if skip is None:
-                found = trace(*text, exits, budget=budget, end_ids=end_ids, most_speculations=most, token_ids=token_ids)
-            else:
-                written = read(loaded.model, sample.ids, decoded, budget=budget, end_ids=end_ids)
-                found = follow(loaded.model, sampler, written, skip, most, end_ids, token_ids)
+            found = forecast.follow(
+                forecast.sampler(), sample.ids, decoded, exits, budget=config.max_steps or 0, most=most, end_ids=end_ids
+            )
             for exit_layer, length in cells:
-                part = (exit_layer or 0) if skip is None else skip
-                rounds = simulate(found, part, length, seed=sample_seed(seed, sample.id))
+                rounds = simulate(found, forecast.part(exit_layer), length, seed=sample_seed(seed, sample.id))
                 by_length = [rounds.by_length[i] for i in range(most + 1)]
                 log.write({
                     "sample_id": sample.id, "exit_layer": exit_layer, "num_speculations": length,
@@ -161,30 +152,29 @@ def predicted_cells(
             row["rounds"], row["drafted"], row["accepted"], row["decode_tokens"], by_length
         )
     exits, lengths = sorted({cell[0] or 0 for cell in cells}), sorted({cell[1] for cell in cells})
-    skip = skip_set_of(loaded, config)
+    forecast = _forecast(loaded, config, cells)
     middle = sorted(samples, key=lambda sample: len(sample.ids))[len(samples) // 2]
     written = round(_total(rows, "decode_tokens") / max(1, len(rows)) / 2)  # on average half the text is there
     ids = [middle.ids[i % len(middle.ids)] for i in range(len(middle.ids) + written)]
     few = spread(lengths[0], lengths[-1], 6)
     seconds = MEASURING * _total(rows, "autoregressive_s")  # a row a cell: about what the grid would take
-    parts: Sequence[Part] = spread(exits[0], exits[-1], 3) if skip is None else [skip]
-    costs = round_costs(loaded, config, ids, parts, few, seconds=seconds)
+    costs = forecast.costs(ids, spread(exits[0], exits[-1], 3), few, seconds)
     found = []
     for (exit_layer, _), rounds in sums.items():
         values = (
             rounds.drafted, rounds.accepted, rounds.acceptance_rate, rounds.tokens_per_round,
-            rounds.speedup(costs, (exit_layer or 0) if skip is None else skip),
+            rounds.speedup(costs, forecast.part(exit_layer)),
         )  # fmt: skip
         found.append(dict(zip(PREDICTED_COLUMNS, values, strict=True)))
     return found
 
 
-def skip_set_of(loaded: Loaded, config: GenerationConfig) -> SkipSet | None:
-    """The skip set that drafts in every cell, None if early exits do."""
-    if config.drafter != "skip_layer":
-        return None
-    drafter = Generator(loaded, replace(config, exit_layer=-1, num_speculations=1)).drafter
-    return drafter.skip if isinstance(drafter, SkipLayerDrafter) else None
+def _forecast(loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell]) -> Forecast:
+    """What drafts in the cells."""
+    cell = replace(config, exit_layer=cells[0][0] or -1, num_speculations=1)
+    forecast = Forecast.of(loaded, config, Generator(loaded, cell).drafter)
+    assert forecast is not None  # as `check_predictable` has it
+    return forecast
 
 
 def best_predicted(cells: Sequence[Cell], predicted: Sequence[Row], count: int) -> list[Cell]:

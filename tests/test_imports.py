@@ -16,7 +16,7 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"distributed", "modeling", "loading", "adapters", "vocabulary"},
     {"drafters", "sampling", "sources", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},
-    {"cli", "records", "responses", "scores", "costs", "prediction", "replay", "skip_scores", "skip_search",
+    {"cli", "records", "responses", "scores", "costs", "prediction", "replay", "forecast", "skip_scores", "skip_search",
      "skip_sets", "study", "grid", "prompts", "task_settings", "training"},
     {"auto", "generation", "hf_generate", "peers", "strategies", "trace_page"},
     {"answering", "benchmarking", "correctness", "evaluating", "harness", "searching", "skip_results", "sweeping"},

@@ -9,6 +9,8 @@ import pytest
 from self_speculation import auto
 from self_speculation.config import GenerationConfig
 from self_speculation.costs import Costs, measure_costs, spread
+from self_speculation.drafters.layers import EarlyExitDrafter
+from self_speculation.forecast import Forecast
 from self_speculation.generation import Generator
 from self_speculation.loading import Loaded
 from self_speculation.modeling import SelfSpeculativeModel
@@ -122,7 +124,8 @@ def test_costs_between_measured_points_and_break_even():
 
 
 def test_costs_are_measured(loaded):
-    costs = measure_costs(loaded.model, Sampler(GREEDY), [1, 2, 3], [1, 5], [1, 4], seconds=0, least_repeats=1)
+    drafters = {5: EarlyExitDrafter(5), 1: EarlyExitDrafter(1)}
+    costs = measure_costs(loaded.model, Sampler(GREEDY), [1, 2, 3], drafters, [1, 4], seconds=0, least_repeats=1)
     assert costs.exits == (1, 5) and costs.lengths == (1, 4) and costs.context == 3
     assert all(value > 0 for value in (costs.step, costs.head, *costs.draft[0], *costs.draft[1], *costs.verify[0]))
 
@@ -138,7 +141,7 @@ def chosen(loaded, monkeypatch, tmp_path):
 
     def choose(cells, prompts=(), **settings):
         asked = []
-        monkeypatch.setattr(auto, "predict", lambda *a, **k: asked.append(a[2:]) or cells)
+        monkeypatch.setattr(auto, "predict", lambda *a, **k: asked.append(a[1:]) or cells)
         said = []
         config = GenerationConfig(generation_strategy="self_speculative", sample=False, max_steps=4, **settings)
         return Generator(loaded, config, notify=said.append, prompts=prompts).config, " ".join(said), asked
@@ -182,7 +185,8 @@ def test_auto_decodes_autoregressively_when_nothing_pays(chosen, loaded):
 
 def test_auto_predicts_a_real_model(loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("SELF_SPECULATION_CACHE", str(tmp_path))
-    cells = auto.predict(loaded, GREEDY, (1, 3, 5), (1, 4), [loaded.encode(text) for text in auto.PROMPTS], seconds=0)
+    prompts = [loaded.encode(text) for text in auto.PROMPTS]
+    cells = auto.predict(Forecast(loaded, GREEDY), (1, 3, 5), (1, 4), prompts, seconds=0)
     assert len(cells) == 6 and all(c.speedup > 0 and 0 <= c.acceptance_rate <= 1 for c in cells)
     by_exit = {c.exit_layer: c.acceptance_rate for c in cells if c.num_speculations == 4}
     assert by_exit[5] > by_exit[1]

@@ -10,6 +10,7 @@ import torch
 from self_speculation import auto, skip_sets
 from self_speculation.config import GenerationConfig, RunError, UsageError
 from self_speculation.drafters.draft_exit import AdaptiveDraftExit, make_draft_exit
+from self_speculation.forecast import Forecast
 from self_speculation.generation import Generator
 from self_speculation.loading import Loaded, fingerprint
 from self_speculation.modeling import SelfSpeculativeModel, SkipSet
@@ -115,12 +116,12 @@ def test_the_number_of_speculations_is_predicted(loaded, monkeypatch, tmp_path, 
     monkeypatch.setenv("SELF_SPECULATION_CACHE", str(tmp_path))
     asked, said = [], []
     cells = [auto.Cell(None, 3, 0.5, 2.0, speedup, 0.3, 1.1, 0.6), auto.Cell(None, 2, 0.5, 2.0, 0.8, 0.3, 1.1, 0.6)]
-    monkeypatch.setattr(auto, "predict", lambda *given: asked.append(given[2]) or cells)
+    monkeypatch.setattr(auto, "predict", lambda *given: asked.append(given[0].skip) or cells)
     config = GenerationConfig(generation_strategy="self_speculative", skip_mlp_layers="1", sample=False, max_steps=5)
     for _ in range(2):  # kept for the model and the set
         generator = Generator(loaded, config, notify=said.append)
         assert generator.config.num_speculations == expected
-    assert asked == [(SkipSet.of(mlp=[1]),)]
+    assert asked == [SkipSet.of(mlp=[1])]
     assert ("skip set does not pay" in said[0]) == (expected == 0) and "--num_speculations 3" in said[0]
     assert len(generator(PROMPT).tokens) == 5
     Generator(loaded, GenerationConfig(generation_strategy="self_speculative", skip_mlp_layers="2"))
@@ -129,7 +130,8 @@ def test_the_number_of_speculations_is_predicted(loaded, monkeypatch, tmp_path, 
 
 def test_a_real_prediction_of_a_skip_set(loaded):
     prompts = [loaded.encode(text) for text in auto.PROMPTS]
-    cells = auto.predict(loaded, GenerationConfig(sample=False), (SkipSet.of(mlp=[4, 5]),), (1, 4), prompts, seconds=0)
+    forecast = Forecast(loaded, GenerationConfig(sample=False), skip=SkipSet.of(mlp=[4, 5]))
+    cells = auto.predict(forecast, (), (1, 4), prompts, seconds=0)
     assert [(cell.exit_layer, cell.num_speculations) for cell in cells] == [(None, 1), (None, 4)]
     assert all(cell.speedup > 0 and 0 < cell.acceptance_rate <= 1 for cell in cells)
 

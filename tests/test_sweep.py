@@ -12,8 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from self_speculation.adapters import save_adapter
 from self_speculation.config import UsageError
 from self_speculation.grid import CELL_COLUMNS, SweepConfig, grid, prediction_report
+from self_speculation.loading import load
+from self_speculation.modeling import Adapter, AdapterShape
 from self_speculation.records import SAMPLE_COLUMNS
 from tests.runs import arguments, call, save_exit_friendly, start, steady, tables
 
@@ -125,8 +128,17 @@ def test_any_drafter_is_swept(model, tmp_path, capsys, drafter):
     assert row.drafter == drafter.get("drafter", "skip_layer")
 
 
-def test_the_prediction_of_a_skip_set_equals_its_run(model, tmp_path):
-    flags = {"skip_attn_layers": "2,3", "num_speculations_last": 4, "predict": True, "predict_best": 0}
+@pytest.fixture(scope="module")
+def adapter(model, tmp_path_factory):
+    loaded, folder = load(str(model), dtype="float32"), tmp_path_factory.mktemp("adapter")
+    save_adapter(folder, Adapter(loaded.model.backbone, AdapterShape("layer", 4, 5)), loaded.model.hf_model, "tiny", {})
+    return folder
+
+
+@pytest.mark.parametrize("drafter", ["skip_layer", "adapter"])
+def test_the_prediction_of_a_part_equals_its_run(model, adapter, tmp_path, drafter):
+    part = {"skip_attn_layers": "2,3"} if drafter == "skip_layer" else {"adapter": adapter}
+    flags = {**part, "num_speculations_last": 4, "predict": True, "predict_best": 0, "dtype": "float32"}
     assert call("sweep", arguments(model, tmp_path, **flags)) == 0
     found = tables(tmp_path, "sweep")
     columns, keys = ["rounds", "drafted", "accepted", "decode_tokens"], ["sample_id", "num_speculations"]
@@ -137,6 +149,16 @@ def test_the_prediction_of_a_skip_set_equals_its_run(model, tmp_path):
     )
     pd.testing.assert_frame_equal(measured, predicted, check_index_type=False)
     assert found[""].exit_layer.isna().all() and found[""].predicted_speedup.gt(0).all()
+
+
+def test_the_number_of_speculations_of_an_adapter_is_chosen(model, adapter, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SELF_SPECULATION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("self_speculation.auto.SECONDS", 0.2)
+    flags = {"adapter": adapter, "generation_strategy": "self_speculative", "dtype": "float32"}
+    for _ in range(2):
+        assert call("benchmark", arguments(model, tmp_path, **flags)) == 0
+        assert " --num_speculations " in next(line for line in capsys.readouterr().err.splitlines() if "chose" in line)
+    assert len(list((tmp_path / "cache" / "auto").iterdir())) == 1
 
 
 def test_report_counts_what_lies_within_ten_per_cent():

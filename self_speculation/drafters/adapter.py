@@ -48,7 +48,7 @@ class AdapterDrafter(LayersDrafter):
             start, tokens, states = position - 1, [token], self.last
             if begins:
                 assert context.states is not None
-                start = self.known
+                start = min(self.known, position - 1)  # the last one again, where nothing was verified since
                 tokens, states = context.tokens[start + 1 :], context.states.read(start, position)
         else:
             start, tokens = position, [token]
