@@ -34,7 +34,7 @@ CANNOT_RUN = {
     "--lora_rank": "minutes of training",
 }
 """What a command contains -> why the slow tests do not run it. All are parsed all the same."""
-AT_MOST = {"--n_trials": 12, "--timeout": 60, "--max_steps": 24, "--num_samples": 2, "--limit": 2,
+AT_MOST = {"--n_trials": 12, "--max_steps": 24, "--num_samples": 2, "--limit": 2,
            "--eval_sequences": 4, "--num_speculations_last": 3}  # fmt: skip
 """Where a command asks for more than this, the slow tests run it with this."""
 OTHERS = ("make", "pip", "docker", "hf", "python3", ".", "alias", "git", "cd", "mkdir")  # none of the project's scripts
