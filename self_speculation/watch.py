@@ -50,7 +50,8 @@ class Watch:
             connection.sendall(f"{secret}{rank:8d}".encode())
             self._peers[connection] = 0
             work = partial(self._watch_first, connection)
-        threading.Thread(target=work, daemon=True).start()
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
 
     def wait(self, seconds: float) -> tuple[int, str | None] | None:
         """The process that was lost, if it becomes known within so many seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -41,19 +42,26 @@ class Store:
 
 @pytest.fixture
 def watches(monkeypatch):
-    """Three processes' watches in one; their interruptions are noted instead of sent."""
+    """Three processes' watches in one, which interrupt nothing; they have ended before interruptions are real again."""
     monkeypatch.setattr("self_speculation.watch.GRACE_S", 0)
     monkeypatch.setattr("signal.pthread_kill", lambda *arguments: None)
     monkeypatch.setattr("os._exit", lambda code: None)
     store = Store()
-    return [Watch(store, rank, 3, "127.0.0.1") for rank in range(3)]
+    found = [Watch(store, rank, 3, "127.0.0.1") for rank in range(3)]
+    yield found
+    for watch in found:
+        close(watch)
+    for watch in found:
+        watch._thread.join(10)
+        assert not watch._thread.is_alive()
 
 
 def close(watch: Watch) -> None:
     """What the system does with the connections of a process that is killed."""
     watch._leaving = True
     for peer in list(watch._peers):
-        peer.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # closed before
+            peer.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("dead", (0, 1, 2))
