@@ -60,7 +60,7 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("selfspec-16l", "float32", 4, 4),
+    Setting("selfspec-16l", "float32", 4, 6),
     Setting("smollm2-135m", "bfloat16", 24, 4),
     Setting("gemma3-270m", "bfloat16", 14, 4),
 )
