@@ -34,10 +34,11 @@ def main(
     with log.kept(cli.note):
         if sweep.predict:
             rounds = log.table("rounds", s.ROUND_COLUMNS, ("sample_id", "exit_layer", "num_speculations"))
+            forecast = s.forecast_of(loaded, base, cells)
             with distributed.own_work():
-                s.predict_rounds(loaded, base, cells, samples, rounds, run.seed)
+                s.predict_rounds(forecast, cells, samples, rounds, run.seed)
             found = rounds.finish(order=[(sample.id, *cell) for sample in samples for cell in cells])
-            predicted = distributed.on_main(lambda: s.predicted_cells(loaded, base, cells, samples, found))
+            predicted = distributed.on_main(lambda: s.predicted_cells(forecast, cells, samples, found))
             chosen = s.best_predicted(cells, predicted, sweep.predict_best)
         rows = s.run_cells(loaded, base, chosen, samples, table, data, run.seed)
     if distributed.is_main():

@@ -28,6 +28,7 @@ from .config import UsageError
 from .costs import spread
 from .decoding import decode
 from .drafters.chain import NoDrafter
+from .files import replacing
 from .forecast import Forecast
 from .loading import cache_folder, fingerprint
 from .prediction import Rounds, simulate
@@ -168,9 +169,8 @@ def _keep(path: Path, content: dict[str, object]) -> None:
     """Write a file that may be read by others at any time; a folder that cannot be written is no reason to stop."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(content, indent=1))
-        draft.replace(path)
+        with replacing(path) as file:
+            json.dump(content, file, indent=1)
 
 
 def _fingerprint(forecast: Forecast, exits: Sequence[int], lengths: Sequence[int], prompts: Sequence[list[int]]) -> str:

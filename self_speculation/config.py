@@ -280,6 +280,10 @@ class GenerationConfig:
         """The parts of `--drafter`, in the order in which they are asked."""
         return () if self.drafter is None else tuple(self.drafter.split("+"))
 
+    def usual_drafter(self) -> str:
+        """What drafts where `--drafter` is left out: what the other settings are for."""
+        return "skip_layer" if any(self.skipped()) else "adapter" if self.adapter else "early_exit"
+
     def skipped(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Layers whose attention, and layers whose MLP, a draft skips; both empty when none are given."""
         if self.skip_layers is None:

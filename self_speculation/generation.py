@@ -59,9 +59,10 @@ class Generator:
         for token in config.stop_token_ids or ():
             require(token < loaded.model.vocab_size, "stop_token_ids", token,
                     f"{loaded.name} has the ids 0 to {loaded.model.vocab_size - 1}")  # fmt: skip
+        adapter = load_adapter(loaded.model, config.adapter) if uses_adapter(config) else None
         chosen: list[str] = []  # told once it is known that there is nothing to refuse
-        self.config = choose(config.resolved(), loaded, chosen.append, prompts)
-        self.adapter = load_adapter(loaded.model, self.config.adapter) if uses_adapter(self.config) else None
+        self.config = choose(config.resolved(), loaded, chosen.append, prompts, adapter)
+        self.adapter = adapter if uses_adapter(self.config) else None
         for message in chosen:
             notify(message)
         self.draft_alone = None
@@ -175,7 +176,11 @@ class Generator:
 
 
 def choose(
-    config: GenerationConfig, loaded: Loaded, notify: Callable[[str], None], prompts: Sequence[Sequence[int]] = ()
+    config: GenerationConfig,
+    loaded: Loaded,
+    notify: Callable[[str], None],
+    prompts: Sequence[Sequence[int]] = (),
+    adapter: Adapter | None = None,
 ) -> GenerationConfig:
     """Replace -1 by what the toolkit chooses, and complete the drafter.
 
@@ -197,13 +202,12 @@ def choose(
         require(not config.draft_vocabulary, "draft_vocabulary", config.draft_vocabulary,
                 "autoregressive decoding drafts nothing; add --generation_strategy self_speculative")  # fmt: skip
         return replace(config, num_speculations=-1)
-    usual = "skip_layer" if any(config.skipped()) else "adapter" if config.adapter else "early_exit"
-    config = replace(config, drafter=config.drafter or usual)
+    config = replace(config, drafter=config.drafter or config.usual_drafter())
     _refuse_without_effect(config)
     fixed_length = config.num_speculations != -1 or config.adaptive_draft_exit or "skip_layer" in config.drafters()
     if config.num_speculations == 0:
         return config
-    forecast = _one_part(config, loaded)
+    forecast = _one_part(config, loaded, adapter)
     if forecast is None and "early_exit" in config.drafters() and (config.exit_layer == -1 or not fixed_length):
         if fixed_length and config.num_speculations == -1:
             config = replace(config, num_speculations=_fixed_speculations(config, notify))
@@ -235,7 +239,7 @@ def _refuse_without_effect(config: GenerationConfig) -> None:
             "prompt_lookup has no head; it is for early_exit, skip_layer and adapter")  # fmt: skip
 
 
-def _one_part(config: GenerationConfig, loaded: Loaded) -> Forecast | None:
+def _one_part(config: GenerationConfig, loaded: Loaded, adapter: Adapter | None) -> Forecast | None:
     """The forecast of a skip set or an adapter whose number of speculations is to be predicted: no other layers draft,
     and in full length."""
     kinds = set(config.drafters()) - {"prompt_lookup"}
@@ -244,7 +248,7 @@ def _one_part(config: GenerationConfig, loaded: Loaded) -> Forecast | None:
     if kinds == {"skip_layer"}:
         return Forecast(loaded, config, skip=skip_set(config, loaded.model))
     if kinds == {"adapter"}:
-        return Forecast(loaded, config, adapter=load_adapter(loaded.model, config.adapter))
+        return Forecast(loaded, config, adapter=adapter)
     return None
 
 

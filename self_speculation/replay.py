@@ -6,7 +6,6 @@ That is as slow as drafting, and needs nothing from the drafter but its drafts. 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from copy import copy
 
 import numpy as np
 import torch
@@ -74,7 +73,7 @@ class _Along(Sampler):
     """Draws the tokens of a text, so that drafts go along it, with the distributions they would be drawn from."""
 
     def __init__(self, sampler: Sampler, text: Sequence[int]):
-        self.__dict__.update(copy(sampler).__dict__)
+        self.__dict__.update(vars(sampler))
         self.text = text
 
     def draw(self, logits: torch.Tensor, prefix: Sequence[int]) -> tuple[int, torch.Tensor | None]:

@@ -41,8 +41,8 @@ def base_config(config: GenerationConfig) -> GenerationConfig:
     for name in ("exit_layer", "num_speculations"):
         value = getattr(config, name)
         require(value == -1, name, value, f"a sweep sets it; give --{name}_first and --{name}_last")
-    usual = "skip_layer" if any(config.skipped()) else "adapter" if config.adapter else "early_exit"
-    return replace(config, generation_strategy="self_speculative", drafter=config.drafter or usual)
+    drafter = config.drafter or config.usual_drafter()
+    return replace(config, generation_strategy="self_speculative", drafter=drafter)
 
 
 def check_predictable(config: GenerationConfig, model: ModelConfig) -> None:
@@ -111,12 +111,11 @@ def _speed(rows: Sequence[Row]) -> float | None:
 
 
 def predict_rounds(
-    loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], samples: Sequence[Sample], log: RunLog, seed: int
+    forecast: Forecast, cells: Sequence[Cell], samples: Sequence[Sample], log: RunLog, seed: int
 ) -> None:
     """Decode this process's share of the samples autoregressively and write the rounds of every cell."""
-    config = config.resolved()
+    loaded, config = forecast.loaded, forecast.config
     plain = strategies(loaded, config, [], seed)[0].generator
-    forecast = _forecast(loaded, config, cells)
     end_ids = {*(() if config.ignore_eos else loaded.eos_ids), *(config.stop_token_ids or ())}
     exits, most = sorted({cell[0] or 0 for cell in cells}), max(cell[1] for cell in cells)
     keys = ({"sample_id": s.id, "exit_layer": e, "num_speculations": k} for s in samples for e, k in cells)
@@ -141,7 +140,7 @@ def predict_rounds(
 
 
 def predicted_cells(
-    loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], samples: Sequence[Sample], rows: Sequence[Row]
+    forecast: Forecast, cells: Sequence[Cell], samples: Sequence[Sample], rows: Sequence[Row]
 ) -> list[Row]:
     """The predicted columns of every cell; the costs behind them are measured now."""
     sums = {cell: Rounds() for cell in cells}
@@ -152,7 +151,6 @@ def predicted_cells(
             row["rounds"], row["drafted"], row["accepted"], row["decode_tokens"], by_length
         )
     exits, lengths = sorted({cell[0] or 0 for cell in cells}), sorted({cell[1] for cell in cells})
-    forecast = _forecast(loaded, config, cells)
     middle = sorted(samples, key=lambda sample: len(sample.ids))[len(samples) // 2]
     written = round(_total(rows, "decode_tokens") / max(1, len(rows)) / 2)  # on average half the text is there
     ids = [middle.ids[i % len(middle.ids)] for i in range(len(middle.ids) + written)]
@@ -169,11 +167,12 @@ def predicted_cells(
     return found
 
 
-def _forecast(loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell]) -> Forecast:
-    """What drafts in the cells."""
+def forecast_of(loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell]) -> Forecast:
+    """What drafts in the cells, of a kind that `check_predictable` lets pass."""
+    config = config.resolved()
     cell = replace(config, exit_layer=cells[0][0] or -1, num_speculations=1)
     forecast = Forecast.of(loaded, config, Generator(loaded, cell).drafter)
-    assert forecast is not None  # as `check_predictable` has it
+    assert forecast is not None
     return forecast
 
 

@@ -31,13 +31,17 @@ class AdapterDrafter(LayersDrafter):
         self.adapter, self.depth = adapter, adapter.shape.exit_layer
 
     def start(self, context: Context) -> None:
-        if self.head is None:
-            self.head = context.model.draft_head(self.adapter.token_ids)
+        self._own_head(context.model)
         super().start(context)
         self.cache = context.model.new_cache(len(context.tokens) + ROOM)
         self.known = 0  # positions of the adapter's cache that come from the model's own states
         self.exits: list[torch.Tensor] = []
         self.last = torch.empty(0)
+
+    def _own_head(self, model: SelfSpeculativeModel) -> DraftHead:
+        if self.head is None:
+            self.head = model.draft_head(self.adapter.token_ids)
+        return self.head
 
     def part(self) -> dict[str, Any]:
         return {"stop": self.depth}
@@ -74,9 +78,7 @@ class AdapterDrafter(LayersDrafter):
             )
         states = model.run(tokens, cache, 0, stop=self.depth)
         own = model.new_cache(tokens.shape[1])
-        if self.head is None:
-            self.head = model.draft_head(self.adapter.token_ids)
-        return self.head.whole(model.run_adapter(self.adapter, tokens, own, 0, states))
+        return self._own_head(model).whole(model.run_adapter(self.adapter, tokens, own, 0, states))
 
     @classmethod
     def propose_each(cls, turns: Sequence[Turn], batch: Batch) -> list[Draft]:
