@@ -96,8 +96,6 @@ class RulerConfig:
         for name in ("num_samples", "max_steps"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "must be 1 or more")
-        if not self.without_economize and importlib.util.find_spec("economize") is None:
-            raise RunError("economize is not installed: pip install --no-deps economize, or --without_economize True")
         if self.into is not None:
             part_of(self.into)
 
@@ -267,6 +265,8 @@ def chart(rows: list[Row], path: Path) -> None:
 
 def main(ruler: RulerConfig, run: RunConfig) -> None:
     """Measure our ways of decoding against model.generate, its own speculation and the package economize."""
+    if not ruler.without_economize and importlib.util.find_spec("economize") is None:
+        raise RunError("economize is not installed: pip install --no-deps economize, or --without_economize True")
     config = {**as_dict(ruler, run), "script": "ruler"}
     log = RunLog("ruler", run.output_dir, SAMPLE_COLUMNS, config,
                  key=("model", "dataset", "sample", "sample_id", "strategy"))  # fmt: skip

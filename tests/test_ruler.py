@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.ruler import FORMS, markdown, pooled, put_into, tables
 from self_speculation.config import RunError
+from tests.runs import call
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,3 +75,12 @@ def test_it_runs(tmp_path):
     assert len(rows) == 7 * 4 * 2 and all(int(one["new_tokens"]) == 6 for one in rows)
     assert {one["dataset"] for one in rows} == {"human_eval", "source", "chat", "summary"}
     assert table.with_suffix(".png").stat().st_size > 0 and table.with_suffix(".md").read_text().count("###") == 8
+
+
+def test_a_missing_economize_is_said_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert call("benchmarks.ruler", ["--quick", "--output_dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: economize is not installed: pip install --no-deps economize, or --without_economize True"
+    ]
+    assert not list(tmp_path.iterdir())
