@@ -41,7 +41,6 @@ from self_speculation.records import SAMPLE_COLUMNS, RunLog  # noqa: E402
 from self_speculation.strategies import Strategy, make_strategies, parse_strategies  # noqa: E402
 
 Row = dict[str, Any]
-OURS = "early_exit,prompt_lookup:num_speculations=10,prompt_lookup+early_exit"
 PEERS = "hf,hf_early_exit,hf_prompt_lookup:num_speculations=10"
 SETS = ("human_eval", "source", "chat", "summary")
 SOURCES = ("decoding.py", "records.py", "metrics.py", "datasets.py", "sampling.py", "harness.py")
@@ -51,19 +50,30 @@ SPEED = ("hf", "economize")  # what the others are also compared with, beside ou
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is measured."""
+    """How a model is measured: our strategies, and the exit layer and number of drafts that they and the peers take
+    where nothing else is said."""
 
     model: str
     dtype: str
     exit_layer: int
     num_speculations: int
+    ours: tuple[str, ...]
 
 
+LOOKUP = "prompt_lookup:num_speculations=10"
 SETTINGS = (
-    Setting("selfspec-16l", "float32", 4, 6),
-    Setting("smollm2-135m", "bfloat16", 24, 4),
-    Setting("gemma3-270m", "bfloat16", 14, 4),
-)
+    Setting("selfspec-16l", "float32", 4, 6, (
+        "early_exit", "skip_layer:num_speculations=8", LOOKUP, "prompt_lookup+early_exit",
+    )),
+    Setting("smollm2-135m", "bfloat16", 24, 4, (
+        "early_exit", "skip_layer:num_speculations=1", "adapter:num_speculations=2", LOOKUP,
+        "prompt_lookup+adapter:num_speculations=3",
+    )),
+    Setting("gemma3-270m", "bfloat16", 14, 4, (
+        "early_exit", "skip_layer:draft_vocabulary=16384:num_speculations=6", LOOKUP,
+        "prompt_lookup+skip_layer:draft_vocabulary=16384:num_speculations=6",
+    )),
+)  # fmt: skip
 
 
 MODELS = tuple(setting.model for setting in SETTINGS)
@@ -142,7 +152,7 @@ def strategies(loaded: Loaded, setting: Setting, sample: bool, max_steps: int, p
         exit_layer=setting.exit_layer, num_speculations=setting.num_speculations, sample=sample, ignore_eos=True,
         max_steps=max_steps,
     )  # fmt: skip
-    made = make_strategies(loaded, parse_strategies(f"{OURS},{PEERS}", base), seed=42)
+    made = make_strategies(loaded, parse_strategies(",".join((*setting.ours, PEERS)), base), seed=42)
     economize = KINDS if peers else ()
     return made + [EconomizeStrategy(kind, EconomizeGenerator(kind, loaded, base)) for kind in economize]
 

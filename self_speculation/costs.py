@@ -17,6 +17,7 @@ from .sampling import Sampler
 from .stats import now
 
 QUANTILE = 0.25  # of repeated times: what other programs do to the clock only ever adds
+IN_A_ROW = 3  # rounds of a kind
 
 
 class RoundCosts:
@@ -95,7 +96,7 @@ def measure_costs(
     lengths: Sequence[int],
     *,
     seconds: float = 5.0,
-    least_repeats: int = 3,
+    least_repeats: int = 2,
     most_repeats: int = 25,
 ) -> Costs:
     """Time rounds after `tokens` as the decoding loop plays them, all kinds in turn so that drift hits them alike.
@@ -126,7 +127,7 @@ def time_rounds(
     drafters: Mapping[Any, LayersDrafter],
     lengths: Sequence[int],
     seconds: float,
-    least_repeats: int = 3,
+    least_repeats: int = 2,
     most_repeats: int = 25,
 ) -> dict[tuple[str, Any, int], float]:
     """Times of ("step", 0, 0), ("head", 0, 0) and, for each name of a drafter and each length, ("draft", name, length)
@@ -146,14 +147,19 @@ def time_rounds(
         if repeat == 1:
             times.clear()  # the first repeat warmed up
         for name, drafter in drafters.items():
-            _play(context, None, 0)  # in decoding, a step follows a step
-            times["step", 0, 0] += [_play(context, None, 0)[1] for _ in range(2)]
+            times["step", 0, 0] += [verify for _, verify in _in_a_row(context, None, 0, 2 * IN_A_ROW)]
             for length in lengths:
-                draft, verify = _play(context, drafter, length)
-                times["draft", name, length].append(draft)
-                times["verify", name, length].append(verify)
+                for draft, verify in _in_a_row(context, drafter, length, IN_A_ROW):
+                    times["draft", name, length].append(draft)
+                    times["verify", name, length].append(verify)
         times["head", 0, 0].append(_time_head(context, drafter))
     return {kind: float(np.quantile(values, QUANTILE)) for kind, values in times.items()}
+
+
+def _in_a_row(context: Context, drafter: Drafter | None, length: int, count: int) -> list[tuple[float, float]]:
+    """What `_play` gives, `count` times in a row, less the first: in decoding a round follows one of its own kind, and
+    one that follows another kind is up to a tenth slower."""
+    return [_play(context, drafter, length) for _ in range(count)][1:]
 
 
 def _play(context: Context, drafter: Drafter | None, length: int) -> tuple[float, float]:

@@ -60,12 +60,16 @@ def check_predictable(config: GenerationConfig, model: ModelConfig) -> None:
 
 
 def strategies(loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], seed: int) -> list[Strategy]:
-    """Autoregressive decoding, then each cell."""
-    made = [Strategy(AUTOREGRESSIVE, Generator(loaded, config.autoregressive(), seed=seed))]
-    for exit_layer, length in cells:
-        cell = replace(config, exit_layer=exit_layer or -1, num_speculations=length)
-        name = cell_name(config.drafter or "", (exit_layer, length))
-        made.append(Strategy(name, Generator(loaded, cell, seed=seed)))
+    """Each cell, and among them autoregressive decoding, evenly, as often as the root of the number of cells: all are
+    compared with it, so its own error is in every speed-up (Dunnett 1955, doi:10.1080/01621459.1955.10501294)."""
+    plain, made = Generator(loaded, config.autoregressive(), seed=seed), []
+    often = max(1, round(len(cells) ** 0.5))
+    for number in range(often):
+        made.append(Strategy(AUTOREGRESSIVE + (f"#{number + 1}" if number else ""), plain))
+        for exit_layer, length in cells[number * len(cells) // often : (number + 1) * len(cells) // often]:
+            cell = replace(config, exit_layer=exit_layer or -1, num_speculations=length)
+            name = cell_name(config.drafter or "", (exit_layer, length))
+            made.append(Strategy(name, Generator(loaded, cell, seed=seed)))
     return made
 
 
@@ -73,11 +77,13 @@ def run_cells(
     loaded: Loaded, config: GenerationConfig, cells: Sequence[Cell], samples: Sequence[Sample], log: RunLog,
     data: DataConfig, seed: int,
 ) -> list[Row]:  # fmt: skip
-    """Run autoregressive decoding and the cells, shared out over the processes; all sample rows, in the main one."""
+    """Run autoregressive decoding and the cells, shared out over the processes; all sample rows, in the main one, with
+    one name for all autoregressive decoding."""
     made = strategies(loaded, config, cells, seed)
     with distributed.own_work():
         measure(loaded, made, samples, log, dataset=data, identity=False)
-    return log.finish(order=[(sample.id, strategy.name) for sample in samples for strategy in made])
+    rows = log.finish(order=[(sample.id, strategy.name) for sample in samples for strategy in made])
+    return [{**row, "strategy": str(row["strategy"]).partition("#")[0]} for row in rows]
 
 
 def cell_rows(rows: Sequence[Row], drafter: str, cells: Sequence[Cell], samples: int) -> list[Row]:

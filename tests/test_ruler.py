@@ -72,7 +72,7 @@ def test_it_runs(tmp_path):
     (table,) = tmp_path.glob("ruler_*.csv")
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 7 * 4 * 2 and all(int(one["new_tokens"]) == 6 for one in rows)
+    assert len(rows) == 8 * 4 * 2 and all(int(one["new_tokens"]) == 6 for one in rows)
     assert {one["dataset"] for one in rows} == {"human_eval", "source", "chat", "summary"}
     assert table.with_suffix(".png").stat().st_size > 0 and table.with_suffix(".md").read_text().count("###") == 8
 
