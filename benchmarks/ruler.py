@@ -58,21 +58,23 @@ class Setting:
     exit_layer: int
     num_speculations: int
     ours: tuple[str, ...]
+    quick: tuple[tuple[str, ...], int, int]  # with --quick: sets of prompts, prompts a set, tokens a text
 
 
 LOOKUP = "prompt_lookup:num_speculations=10"
+AUTO = "early_exit:exit_layer=-1:num_speculations=-1"
 SETTINGS = (
     Setting("selfspec-16l", "float32", 4, 6, (
-        "early_exit", "skip_layer:num_speculations=8", LOOKUP, "prompt_lookup+early_exit",
-    )),
+        "early_exit", AUTO, "skip_layer:num_speculations=8", LOOKUP, "prompt_lookup+early_exit",
+    ), (SETS, 2, 48)),
     Setting("smollm2-135m", "bfloat16", 24, 4, (
-        "early_exit", "skip_layer:num_speculations=1", "adapter:num_speculations=2", LOOKUP,
+        "early_exit", AUTO, "skip_layer:num_speculations=1", "adapter:num_speculations=2", LOOKUP,
         "prompt_lookup+adapter:num_speculations=3",
-    )),
+    ), (SETS[:1], 1, 32)),
     Setting("gemma3-270m", "bfloat16", 14, 4, (
-        "early_exit", "skip_layer:draft_vocabulary=16384:num_speculations=6", LOOKUP,
+        "early_exit", AUTO, "skip_layer:draft_vocabulary=16384:num_speculations=6", LOOKUP,
         "prompt_lookup+skip_layer:draft_vocabulary=16384:num_speculations=6",
-    )),
+    ), (SETS[:1], 1, 32)),
 )  # fmt: skip
 
 
@@ -84,15 +86,17 @@ class RulerConfig:
     """What is measured."""
 
     model: list[str] | None = flag(None, f"one or more of {', '.join(MODELS)}", unset="all")
-    prompts: list[str] | None = flag(None, f"one or more of {', '.join(SETS)}", unset="all")
+    prompts: list[str] | None = flag(
+        None, f"one or more of {', '.join(SETS)}", unset="all; the larger models with --quick human_eval"
+    )
     sample: str = flag("both", "True samples, False decodes greedily, both does one after the other")
     dtype: str | None = flag(
         None, "of every model", unset=", ".join(f"{setting.model} {setting.dtype}" for setting in SETTINGS)
     )
     compile: bool = flag(False, "compile our strategies (peers stay as they are)")
     without_economize: bool = flag(False, "leave economize out")
-    num_samples: int | None = flag(None, "prompts a set", unset="6, with --quick 2")
-    max_steps: int | None = flag(None, "tokens a text", unset="256, with --quick 48")
+    num_samples: int | None = flag(None, "prompts a set", unset="6; with --quick 2, of the larger models 1")
+    max_steps: int | None = flag(None, "tokens a text", unset="256; with --quick 48, of the larger models 32")
     quick: bool = flag(False, "few prompts and short texts")
     into: str | None = flag(None, "put the tables into that part of a Markdown file too", metavar="FILE#PART")
 
@@ -109,15 +113,10 @@ class RulerConfig:
         if self.into is not None:
             part_of(self.into)
 
-    @property
-    def count(self) -> int:
-        """Prompts a set."""
-        return self.num_samples or (2 if self.quick else 6)
-
-    @property
-    def steps(self) -> int:
-        """Tokens a text."""
-        return self.max_steps or (48 if self.quick else 256)
+    def extent(self, setting: Setting) -> tuple[tuple[str, ...], int, int]:
+        """Sets of prompts, prompts a set, and tokens a text."""
+        sets, count, steps = setting.quick if self.quick else (SETS, 6, 256)
+        return tuple(self.prompts or sets), self.num_samples or count, self.max_steps or steps
 
 
 def prompts(name: str, loaded: Loaded, count: int, max_steps: int) -> list[Sample]:
@@ -160,10 +159,11 @@ def strategies(loaded: Loaded, setting: Setting, sample: bool, max_steps: int, p
 def run_model(setting: Setting, ruler: RulerConfig, log: RunLog) -> None:
     """All tables of one model."""
     loaded = load(setting.model, dtype=ruler.dtype or setting.dtype, compile=ruler.compile)
+    sets, count, steps = ruler.extent(setting)
     for sample in {"both": (False, True), "True": (True,), "False": (False,)}[ruler.sample]:
-        made = strategies(loaded, setting, sample, ruler.steps, not ruler.without_economize)
-        for name in ruler.prompts or SETS:
-            samples = prompts(name, loaded, ruler.count, ruler.steps)
+        made = strategies(loaded, setting, sample, steps, not ruler.without_economize)
+        for name in sets:
+            samples = prompts(name, loaded, count, steps)
             told: Any = SimpleNamespace(dataset=name, n_shot=None)
             measure(loaded, made, samples, log, dataset=told, again=True)
     if loaded.model.compile_seconds:
@@ -219,7 +219,9 @@ def markdown(rows: list[Row], head: str) -> str:
     """All tables, under a line that says what was run and where."""
     lines = [head, ""]
     for title, group in tables(rows):
-        lines += [f"### {title}", "", f"| {' | '.join(FORMS)} |", "|---" * len(FORMS) + "|"]
+        texts = len({row["sample_id"] for row in group})
+        lines += [f"### {title}", "", f"{texts} texts of {group[0]['max_steps']} tokens.", ""]
+        lines += [f"| {' | '.join(FORMS)} |", "|---" * len(FORMS) + "|"]
         for pool in pooled(group):
             cells = {name: "" if pool[name] is None else format(pool[name], form) for name, form in FORMS.items()
                      if name != "spread"}  # fmt: skip
@@ -286,8 +288,7 @@ def main(ruler: RulerConfig, run: RunConfig) -> None:
     rows = log.finish()
     head = (
         f"`python {' '.join(['benchmarks/ruler.py', *sys.argv[1:]])}`, {date.today()}, {platform.machine()}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}: {ruler.count} prompts a set, "
-        f"{ruler.steps} tokens a text{', ours compiled' if ruler.compile else ''}"
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}{', ours compiled' if ruler.compile else ''}"
     )
     text = markdown(rows, head)
     log.path.with_suffix(".md").write_text(text, encoding="utf-8")

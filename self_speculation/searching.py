@@ -33,6 +33,7 @@ STARTS = 8  # sizes of each kind of starting sets
 LARGEST_START = 0.8  # of all sub-layers
 LEAST_HARM = 0.002  # taken for sub-layers that do none on the texts
 COST_SECONDS = 8.0
+VERSION = 2  # of what the values of a study mean
 
 
 def base_config(config: GenerationConfig, search: SearchConfig) -> GenerationConfig:
@@ -120,7 +121,7 @@ class Task:
         settings = {field.name: getattr(config, field.name) for field in fields(config)
                     if getattr(config, field.name) != field.default}  # fmt: skip
         return {
-            "model": self.loaded.name, "weights": fingerprint(self.loaded.model.hf_model), "samples": samples,
+            "version": VERSION, "model": self.loaded.name, "weights": fingerprint(self.loaded.model.hf_model), "samples": samples,
             "dtype": model.dtype_name, "objective": search.objective,
             "objective_mode": search.objective_mode, "min_skipped": search.min_skipped,
             "most_speculations": search.most_speculations, "depth": search.depth, "generation": settings,

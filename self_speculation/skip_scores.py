@@ -123,9 +123,10 @@ class SkipCosts(RoundCosts):
         lengths: draft lengths that the others were measured at.
         draft: [lengths] drafting so many tokens with nothing skipped.
         attn, mlp, layer: [lengths] what that saves for each layer whose attention, MLP, or both are skipped.
-        verify: [lengths] verifying so many tokens.
+        verify: [lengths] verifying so many tokens with all layers.
         verify_kept: [lengths] the same after a draft with nothing skipped, whose states verification goes on from.
         context: tokens before the round.
+        layers: of the model.
     """
 
     step: float
@@ -138,6 +139,7 @@ class SkipCosts(RoundCosts):
     verify: tuple[float, ...]
     verify_kept: tuple[float, ...]
     context: int
+    layers: int
 
     def draft_step(self, part: SkipSet, length: int = 1) -> float:
         """Drafting one of `length` tokens without the sub-layers in `part`."""
@@ -147,8 +149,9 @@ class SkipCosts(RoundCosts):
         return max(self.head, draft - saved)
 
     def verification(self, part: SkipSet, length: int) -> float:
-        """Verifying a draft of `length` tokens; all layers run, whatever was skipped, unless nothing was."""
-        return self._at(length, self.verify if len(part) else self.verify_kept)
+        """Verifying a draft of `length` tokens, from the first layer on in which something was skipped."""
+        kept = part.shared(self.layers) / self.layers
+        return (1 - kept) * self._at(length, self.verify) + kept * self._at(length, self.verify_kept)
 
     def _at(self, length: int, values: Sequence[float]) -> float:
         return float(np.interp(length, self.lengths, values))
@@ -187,7 +190,7 @@ def measure_skip_costs(
     kept = tuple(took["verify", "draft", length] for length in lengths)
     return SkipCosts(
         took["step", 0, 0], took["head", 0, 0], tuple(lengths), tuple(draft), attn, mlp, layer, verify, kept,
-        len(tokens),
+        len(tokens), model.num_layers,
     )  # fmt: skip
 
 

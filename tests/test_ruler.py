@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def row(strategy: str, sample_id: str, tokens: int, seconds: float, **more: object) -> dict[str, object]:
     return {
         "model": "m", "dtype": "float32", "sample": False, "dataset": "chat", "strategy": strategy,
-        "sample_id": sample_id, "decode_tokens": tokens, "decode_s": seconds, "tokens_per_second": tokens / seconds,
+        "sample_id": sample_id, "max_steps": 10,
+        "decode_tokens": tokens, "decode_s": seconds, "tokens_per_second": tokens / seconds,
         "drafted": None, "accepted": None, "rounds": None, "identical": None, "repeated_4grams": None, **more,
     }  # fmt: skip
 
@@ -72,7 +73,7 @@ def test_it_runs(tmp_path):
     (table,) = tmp_path.glob("ruler_*.csv")
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 8 * 4 * 2 and all(int(one["new_tokens"]) == 6 for one in rows)
+    assert len(rows) == 9 * 4 * 2 and all(int(one["new_tokens"]) == 6 for one in rows)
     assert {one["dataset"] for one in rows} == {"human_eval", "source", "chat", "summary"}
     assert table.with_suffix(".png").stat().st_size > 0 and table.with_suffix(".md").read_text().count("###") == 8
 

@@ -49,6 +49,35 @@ def test_any_skip_set_gives_the_models_own_text(loaded, direct, adaptive, monkey
         assert speculative.columns()["drafter"] == "skip_layer"
 
 
+@pytest.mark.parametrize("skipped, first", [
+    ({"skip_attn_layers": "3", "skip_mlp_layers": "4"}, 3), ({"skip_mlp_layers": "0"}, 0),
+    ({"skip_attn_layers": "5"}, 5), ({"skip_attn_layers": "2,3,4,5", "skip_mlp_layers": "2,3,4,5"}, 2),
+])  # fmt: skip
+def test_verification_goes_on_from_the_first_skipped_layer(loaded, skipped, first, monkeypatch):
+    starts, real = [], loaded.model.verify
+
+    def verify(ids, cache, position, kept=None, states=None):
+        starts.append(kept.exit_layer if kept else 0)
+        if kept:  # what it goes on from is what the target's own layers give
+            done = kept.hidden.shape[1]
+            own = loaded.model.run(ids[:, :done], cache, position, stop=first)
+            torch.testing.assert_close(kept.hidden, own)
+        return real(ids, cache, position, kept, states)
+
+    monkeypatch.setattr(loaded.model, "verify", verify)
+    drafting = answer(loaded, **skipped, num_speculations=3)(PROMPT)
+    assert set(starts[:-1]) == {first}  # at the end of the budget nothing is drafted
+    assert drafting.tokens == answer(loaded, generation_strategy="autoregressive")(PROMPT).tokens
+
+
+def test_a_set_of_the_last_layers_is_an_early_exit(loaded):
+    last = ",".join(map(str, range(2, 6)))
+    skipping = answer(loaded, skip_attn_layers=last, skip_mlp_layers=last, num_speculations=3)(PROMPT)
+    leaving = answer(loaded, exit_layer=2, num_speculations=3)(PROMPT)
+    assert skipping.tokens == leaving.tokens
+    assert [round.accepted for round in skipping.stats.rounds] == [round.accepted for round in leaving.stats.rounds]
+
+
 def test_draft_alone_is_the_model_without_those_sub_layers(loaded):
     alone = answer(loaded, generation_strategy="autoregressive", skip_attn_layers="1,2", skip_mlp_layers="3")
     changed = tiny_llama().double()

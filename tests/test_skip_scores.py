@@ -118,14 +118,18 @@ def measured_rate(loaded, config):
     return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
 
 
-COSTS = SkipCosts(10.0, 1.0, (1, 3), (10.0, 24.0), (0.5, 1.5), (1.0, 3.0), (2.0, 6.0), (12.0, 14.0), (11.0, 12.0), 100)
+COSTS = SkipCosts(10.0, 1.0, (1, 3), (10.0, 24.0), (0.5, 1.5), (1.0, 3.0), (2.0, 6.0), (12.0, 14.0), (6.0, 7.0), 100, 6)
 
 
 def test_costs_of_a_round_by_hand():
+    assert SKIP.shared(6) == 1 and SkipSet().shared(6) == 6
     assert COSTS.draft_step(SKIP) == 10 - 0.5 - 1.0 - 2.0  # attention of 1, MLP of 3, the whole of 4
     assert COSTS.draft_step(SKIP, 3) == 8 - 0.5 - 1.0 - 2.0
-    assert COSTS.verification(SKIP, 2) == 13 and COSTS.round(SKIP, 2) == 17 - 1 - 2 - 4 + 13
-    assert COSTS.round(SKIP, 0) == 10 and COSTS.break_even(SKIP, 2) == pytest.approx(0.65)
+    verify = 13 - 6.5 / 6  # layer 0 is whole, so its share of verifying 2 is saved: 13 with all layers, 6.5 with none
+    assert COSTS.verification(SKIP, 2) == pytest.approx(verify)
+    assert COSTS.round(SKIP, 2) == pytest.approx(17 - 1 - 2 - 4 + verify)
+    assert COSTS.verification(SkipSet.of(attn=[0]), 2) == 13 and COSTS.verification(SkipSet(), 2) == 6.5
+    assert COSTS.round(SKIP, 0) == 10 and COSTS.break_even(SKIP, 2) == pytest.approx(verify / 20)
     assert COSTS.draft_step(SkipSet.of(range(6), range(6))) == 1  # no less than the head
 
 

@@ -149,20 +149,36 @@ class EarlyExitDrafter(LayersDrafter):
 class SkipLayerDrafter(LayersDrafter):
     """Runs all layers but the sub-layers in `skip` (Draft & Verify, arXiv 2309.08168).
 
-    It attends to the target's own keys and values of the past. What it writes itself is overwritten by verification.
-    Where nothing is skipped but part of the head, it is the target's own, and verification runs no layer again.
-    `skip` may be changed between rounds.
+    It attends to the target's own keys and values of the past. The layers before the first skipped sub-layer are the
+    target's own, so the hidden states that leave them are handed on, as an early exit does, and verification runs only
+    the layers from there on, overwriting what the draft wrote in them. `skip` may be changed between rounds.
     """
 
     def __init__(self, skip: SkipSet, draft_exit: DraftExit | None = None, head: DraftHead | None = None):
         super().__init__(draft_exit, head)
         self.skip = skip
+        self.shared: list[torch.Tensor] = []  # states [1, 1, H] leaving the target's own layers, a drafted token each
 
     def part(self) -> dict[str, Any]:
         return {"skip": self.skip}
 
+    def begin(self, context: Context, limit: int) -> None:
+        super().begin(context, limit)
+        self.shared = []
+
+    def run(self, context: Context, token: int, position: int) -> torch.Tensor:
+        model, first = context.model, self.skip.shared(context.model.num_layers)
+        if first in (0, model.num_layers):
+            return super().run(context, token, position)
+        ids = model.ids([token])
+        self.shared.append(model.run(ids, context.cache, position, stop=first))
+        return model.run(ids, context.cache, position, start=first, hidden=self.shared[-1], skip=self.skip)
+
     def keep(self, context: Context, states: list[torch.Tensor]) -> ExitStates | None:
-        return None if len(self.skip) else ExitStates(context.model.num_layers, torch.cat(states, dim=1))
+        first = self.skip.shared(context.model.num_layers)
+        if first < context.model.num_layers:
+            states = self.shared  # none in a batch, whose rows have run together
+        return ExitStates(first, torch.cat(states, dim=1)) if states else None
 
     def columns(self) -> dict[str, Any]:
         return {**super().columns(), **self.skip.columns()}

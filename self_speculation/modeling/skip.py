@@ -30,6 +30,10 @@ class SkipSet:
     def __len__(self) -> int:
         return len(self.attn) + len(self.mlp)
 
+    def shared(self, num_layers: int) -> int:
+        """How many of the first layers are whole: what leaves them is what leaves the target's."""
+        return min((*self.attn, *self.mlp), default=num_layers)
+
     def columns(self) -> dict[str, Any]:
         """The set as columns of a result row, empty kinds left out."""
         return {"skip_attn": tuple(sorted(self.attn)) or None, "skip_mlp": tuple(sorted(self.mlp)) or None}
