@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ from .modeling import KeptStates, SelfSpeculativeModel
 from .sampling import Sampler
 from .stats import now
 
-QUANTILE = 0.25  # of repeated times: what other programs do to the clock only ever adds
-IN_A_ROW = 3  # rounds of a kind
+STEPS, ROUNDS = 3, 1  # timed in a row
 
 
 class RoundCosts:
@@ -131,7 +131,11 @@ def time_rounds(
     most_repeats: int = 25,
 ) -> dict[tuple[str, Any, int], float]:
     """Times of ("step", 0, 0), ("head", 0, 0) and, for each name of a drafter and each length, ("draft", name, length)
-    and ("verify", name, length)."""
+    and ("verify", name, length).
+
+    All but the step are medians of ratios to steps just before them, for a shared machine is now fast, now slow, for
+    seconds at a time.
+    """
     capacity = len(tokens) + lengths[-1] + 1
     context = Context(model, model.new_cache(capacity), sampler, list(tokens), (), lengths[-1])
     depth = next((drafter.depth for drafter in drafters.values() if drafter.depth is not None), None)
@@ -139,27 +143,43 @@ def time_rounds(
     model.prefill(model.ids(tokens), context.cache, states=context.states)
     for drafter in drafters.values():
         drafter.start(context)
-    times: dict[tuple[str, Any, int], list[float]] = defaultdict(list)
+    steps: list[float] = []
+    ratios: dict[tuple[str, Any, int], list[float]] = defaultdict(list)  # to the steps just before
     begun = now(model.device)
     for repeat in range(most_repeats + 1):
         if repeat > least_repeats and (now(model.device) - begun) / repeat * (repeat + 1) > seconds:
             break
-        if repeat == 1:
-            times.clear()  # the first repeat warmed up
+        if repeat == 1:  # the first repeat warmed up
+            steps.clear()
+            ratios.clear()
         for name, drafter in drafters.items():
-            times["step", 0, 0] += [verify for _, verify in _in_a_row(context, None, 0, 2 * IN_A_ROW)]
             for length in lengths:
-                for draft, verify in _in_a_row(context, drafter, length, IN_A_ROW):
-                    times["draft", name, length].append(draft)
-                    times["verify", name, length].append(verify)
-        times["head", 0, 0].append(_time_head(context, drafter))
-    return {kind: float(np.quantile(values, QUANTILE)) for kind, values in times.items()}
+                near = [verify for _, verify in _in_a_row(context, None, 0, STEPS)]
+                steps += near
+                for draft, verify in _in_a_row(context, drafter, length, ROUNDS):
+                    ratios["draft", name, length].append(draft / median(near))
+                    ratios["verify", name, length].append(verify / median(near))
+        ratios["head", 0, 0].append(_time_head(context, drafter) / median(near))
+    step = median(steps)
+    times = {("step", 0, 0): step, **{kind: step * median(values) for kind, values in ratios.items()}}
+    for name in drafters:
+        drafts = [times["draft", name, length] for length in lengths]
+        times.update({("draft", name, k): time for k, time in zip(lengths, _on_a_line(lengths, drafts), strict=True)})
+    return times
+
+
+def _on_a_line(lengths: Sequence[int], times: Sequence[float]) -> list[float]:
+    """The times on the line through (length, time) of least relative error: a draft is so many equal steps."""
+    if len(lengths) < 3:
+        return list(times)
+    line = np.polynomial.Polynomial.fit(lengths, times, 1, w=1 / np.asarray(times))
+    return [float(time) for time in line(np.asarray(lengths))]
 
 
 def _in_a_row(context: Context, drafter: Drafter | None, length: int, count: int) -> list[tuple[float, float]]:
-    """What `_play` gives, `count` times in a row, less the first: in decoding a round follows one of its own kind, and
-    one that follows another kind is up to a tenth slower."""
-    return [_play(context, drafter, length) for _ in range(count)][1:]
+    """What `_play` gives, `count` times after a first one: in decoding a round follows one of its own kind, and one
+    that follows another kind is up to a tenth slower."""
+    return [_play(context, drafter, length) for _ in range(count + 1)][1:]
 
 
 def _play(context: Context, drafter: Drafter | None, length: int) -> tuple[float, float]:

@@ -121,7 +121,8 @@ class Task:
         settings = {field.name: getattr(config, field.name) for field in fields(config)
                     if getattr(config, field.name) != field.default}  # fmt: skip
         return {
-            "version": VERSION, "model": self.loaded.name, "weights": fingerprint(self.loaded.model.hf_model), "samples": samples,
+            "version": VERSION, "model": self.loaded.name, "weights": fingerprint(self.loaded.model.hf_model),
+            "samples": samples,
             "dtype": model.dtype_name, "objective": search.objective,
             "objective_mode": search.objective_mode, "min_skipped": search.min_skipped,
             "most_speculations": search.most_speculations, "depth": search.depth, "generation": settings,
