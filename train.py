@@ -11,6 +11,8 @@ def main(train: TrainConfig, adapter: AdapterTrainConfig, data: DataConfig, mode
     """Train a model to exit early by the LayerSkip recipe, or an adapter through which a frozen model drafts."""
     if data.data is None:
         raise UsageError("--data: give python_source, a hub id, or text, JSONL or Parquet files")
+    if model.pack_weights:
+        raise UsageError("--pack_weights True: packed weights cannot be trained, nor trained through")
     require_folder("save_model", train.save_model)
     require_folder("save_adapter", adapter.save_adapter)
     if train.recipe == "adapter":

@@ -94,6 +94,7 @@ class RulerConfig:
         None, "of every model", unset=", ".join(f"{setting.model} {setting.dtype}" for setting in SETTINGS)
     )
     compile: bool = flag(False, "compile our strategies (peers stay as they are)")
+    pack_weights: bool = flag(False, "pack the weights of bfloat16 models, for all strategies alike")
     without_economize: bool = flag(False, "leave economize out")
     num_samples: int | None = flag(None, "prompts a set", unset="6; with --quick 2, of the larger models 1")
     max_steps: int | None = flag(None, "tokens a text", unset="256; with --quick 48, of the larger models 32")
@@ -158,7 +159,9 @@ def strategies(loaded: Loaded, setting: Setting, sample: bool, max_steps: int, p
 
 def run_model(setting: Setting, ruler: RulerConfig, log: RunLog) -> None:
     """All tables of one model."""
-    loaded = load(setting.model, dtype=ruler.dtype or setting.dtype, compile=ruler.compile)
+    dtype = ruler.dtype or setting.dtype
+    pack = ruler.pack_weights and dtype == "bfloat16"
+    loaded = load(setting.model, dtype=dtype, compile=ruler.compile, pack_weights=pack)
     sets, count, steps = ruler.extent(setting)
     for sample in {"both": (False, True), "True": (True,), "False": (False,)}[ruler.sample]:
         made = strategies(loaded, setting, sample, steps, not ruler.without_economize)
@@ -289,6 +292,7 @@ def main(ruler: RulerConfig, run: RunConfig) -> None:
     head = (
         f"`python {' '.join(['benchmarks/ruler.py', *sys.argv[1:]])}`, {date.today()}, {platform.machine()}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}{', ours compiled' if ruler.compile else ''}"
+        f"{', weights packed' if ruler.pack_weights else ''}"
     )
     text = markdown(rows, head)
     log.path.with_suffix(".md").write_text(text, encoding="utf-8")

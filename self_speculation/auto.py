@@ -31,6 +31,7 @@ from .drafters.chain import NoDrafter
 from .files import replacing
 from .forecast import Forecast
 from .loading import cache_folder, fingerprint
+from .modeling.packing import is_packed
 from .prediction import Rounds, simulate
 from .sampling import sample_seed
 from .stopping import Stopper
@@ -187,6 +188,6 @@ def _fingerprint(forecast: Forecast, exits: Sequence[int], lengths: Sequence[int
         VERSION, fingerprint(model.hf_model), str(model.dtype), model.device.type, cuda, platform.machine(),
         platform.node(), os.cpu_count(), torch.get_num_threads(), torch.__version__, transformers.__version__, sampling,
         history, skip, adapter, tuple(exits), tuple(lengths), prompts, model.hf_model.config.to_json_string(),
-        model.compiled, settings.draft_vocabulary,
+        model.compiled, is_packed(model.hf_model), settings.draft_vocabulary,
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]

@@ -139,6 +139,9 @@ class ModelConfig:
         False, "compile draft steps and verification with torch.compile when they are first needed; in "
         "training, the layers and the loss"
     )  # fmt: skip
+    pack_weights: bool = flag(
+        False, "on a CPU in bfloat16, keep a second copy of the weights in the layout that multiplies fastest"
+    )  # fmt: skip
     device_map: str | None = flag(
         None,
         "spread the layers over all GPUs, then memory, then disk: auto, balanced, balanced_low_0, sequential, or JSON "
@@ -159,6 +162,8 @@ class ModelConfig:
         require(not (self.tp and self.device_map), "tp", self.tp, "give either --tp or --device_map")
         require(not (self.compile and (self.tp or self.device_map)), "compile", self.compile,
                 "models that --tp or --device_map spread are not compiled")  # fmt: skip
+        require(not (self.pack_weights and (self.compile or self.tp or self.device_map)), "pack_weights", True,
+                "goes with neither --compile nor --tp nor --device_map")  # fmt: skip
 
     def parsed_model_args(self) -> dict[str, Any]:
         """`--model_args` as a dictionary."""

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from . import distributed, hub
 from .config import ModelConfig, RunError, UsageError, did_you_mean, from_options, require
 from .modeling import SelfSpeculativeModel
+from .modeling.packing import pack_weights
 
 DEFAULT_MODEL = "selfspec-16l"
 EMBEDDED = Path(__file__).resolve().parent.parent / "checkpoints"  # the folders in it are short names too
@@ -111,6 +112,8 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
             model.to(device)
         if config.tp and not model.supports_tp_plan:
             raise UsageError(f"--tp True: transformers has no tensor-parallel plan for {model.config.model_type}")
+    if config.pack_weights:
+        pack_weights(model)
     split = SelfSpeculativeModel(model)
     if config.compile:
         split.compile()
