@@ -17,7 +17,7 @@ from .modeling import KeptStates, SelfSpeculativeModel
 from .sampling import Sampler
 from .stats import now
 
-STEPS, ROUNDS = 3, 1  # timed in a row
+STEPS = 3  # timed in a row before each round
 
 
 class RoundCosts:
@@ -156,7 +156,7 @@ def time_rounds(
             for length in lengths:
                 near = [verify for _, verify in _in_a_row(context, None, 0, STEPS)]
                 steps += near
-                for draft, verify in _in_a_row(context, drafter, length, ROUNDS):
+                for draft, verify in _in_a_row(context, drafter, length, 1):
                     ratios["draft", name, length].append(draft / median(near))
                     ratios["verify", name, length].append(verify / median(near))
         ratios["head", 0, 0].append(_time_head(context, drafter) / median(near))
