@@ -178,7 +178,7 @@ USAGE = [
     # training
     ("train", "--model MODEL", "--data"),
     ("train", f"{TEXT} --config CONFIG", "either --config"),
-    ("train", f"{TEXT} --held_out 1", "--held_out 1.0"),
+    ("train", f"{TEXT} --held_out 1.1", "--held_out 1.1"),
     ("train", f"{TEXT} --layer_dropout 1", "--layer_dropout 1.0"),
     ("train", f"{TEXT} --exit_curriculum sideways", "--exit_curriculum sideways"),
     ("train", f"{TEXT} --exit_curriculum draft", "--draft_exits"),

@@ -26,12 +26,14 @@ class DataConfig:
     data_config: str | None = flag(None, "configuration of a hub data set")
     data_split: str = flag("train", "split of a hub data set")
     text_field: str = flag("text", "the field that holds the text, in JSONL, Parquet and hub data")
-    held_out: float = flag(0.005, "share of the documents held out for evaluation, chosen by a hash of each")
+    held_out: float = flag(
+        0.005, "share of the documents held out for evaluation, chosen by a hash of each; 1 evaluates all"
+    )
     max_tokens: int = flag(0, "stop reading after so many training tokens; 0 reads everything")
     sequence_length: int = flag(512, "tokens a training sequence")
 
     def __post_init__(self) -> None:
-        require(0 < self.held_out < 1, "held_out", self.held_out, "must be above 0 and below 1")
+        require(0 < self.held_out <= 1, "held_out", self.held_out, "must be above 0 and at most 1")
         require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "must be 2 or more")
         require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "must be 0 or more")
 

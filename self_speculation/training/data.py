@@ -83,8 +83,17 @@ def is_held_out(document: Document, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def token_files(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenFile, TokenFile]:
-    """(training, held-out) tokens of `--data`, from the cache where they have been made before."""
+def token_files(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, trains: bool = True
+) -> tuple[TokenFile, TokenFile]:
+    """(training, held-out) tokens of `--data`, from the cache where they have been made before.
+
+    Args:
+        trains: training tokens are needed too.
+
+    Raises:
+        RunError: there is not one sequence of what is needed.
+    """
     folder = cache_folder() / "tokens" / data_fingerprint(config, tokenizer)
     distributed.on_main(lambda: _make_once(folder, config, tokenizer))
     train, held_out = (
@@ -92,7 +101,7 @@ def token_files(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
         for name in ("train", "held_out")
     )
     for name, file in (("training", train), ("held-out", held_out)):
-        if not len(file):
+        if not len(file) and (trains or file is held_out):
             raise RunError(
                 f"--data {config.data}: {len(file.tokens)} {name} tokens are less than one sequence of "
                 f"{config.sequence_length}; lower --sequence_length, raise --held_out or give more text"

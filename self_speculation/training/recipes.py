@@ -69,7 +69,7 @@ def evaluate(train: TrainConfig, data: DataConfig, model: ModelConfig, run: RunC
     """Measure every layer of a trained model as an exit, on the held-out part of the data."""
     distributed.keep_only_main()
     loaded = load(model)
-    _, held_out = token_files(data, loaded.tokenizer)
+    _, held_out = token_files(data, loaded.tokenizer, trains=False)
     log = RunLog("train", run.output_dir, EXIT_COLUMNS, as_dict(train, data, model, run), train.resume, "exit_layer")
     try:
         exits = ExitModel(loaded.model.hf_model)
