@@ -111,6 +111,7 @@ class RulerConfig:
         for name in ("num_samples", "max_steps"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "must be 1 or more")
+        require(not (self.compile and self.pack_weights), "pack_weights", True, "does not go with --compile")
         if self.into is not None:
             part_of(self.into)
 

@@ -154,12 +154,13 @@ def time_rounds(
             ratios.clear()
         for name, drafter in drafters.items():
             for length in lengths:
-                near = [verify for _, verify in _in_a_row(context, None, 0, STEPS)]
-                steps += near
-                for draft, verify in _in_a_row(context, drafter, length, 1):
-                    ratios["draft", name, length].append(draft / median(near))
-                    ratios["verify", name, length].append(verify / median(near))
-        ratios["head", 0, 0].append(_time_head(context, drafter) / median(near))
+                here = [verify for _, verify in _in_a_row(context, None, 0, STEPS)]
+                steps += here
+                near = median(here)
+                [(draft, verify)] = _in_a_row(context, drafter, length, 1)
+                ratios["draft", name, length].append(draft / near)
+                ratios["verify", name, length].append(verify / near)
+        ratios["head", 0, 0].append(_time_head(context, drafter) / near)
     step = median(steps)
     times = {("step", 0, 0): step, **{kind: step * median(values) for kind, values in ratios.items()}}
     for name in drafters:

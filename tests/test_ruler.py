@@ -85,3 +85,9 @@ def test_a_missing_economize_is_said_in_one_line(tmp_path, capsys, monkeypatch):
         "error: economize is not installed: pip install --no-deps economize, or --without_economize True"
     ]
     assert not list(tmp_path.iterdir())
+
+
+def test_packing_and_compiling_are_refused_together_before_anything_is_measured(tmp_path, capsys):
+    flags = ["--quick", "--pack_weights", "--compile", "--without_economize", "--output_dir", str(tmp_path)]
+    assert call("benchmarks.ruler", flags) == 2
+    assert "--pack_weights" in capsys.readouterr().err and not list(tmp_path.iterdir())

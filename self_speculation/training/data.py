@@ -100,11 +100,11 @@ def token_files(
         TokenFile(np.load(folder / f"{name}.npy", mmap_mode="r"), config.sequence_length)
         for name in ("train", "held_out")
     )
-    for name, file in (("training", train), ("held-out", held_out)):
+    for name, file, change in (("training", train, "lower"), ("held-out", held_out, "raise")):
         if not len(file) and (trains or file is held_out):
             raise RunError(
                 f"--data {config.data}: {len(file.tokens)} {name} tokens are less than one sequence of "
-                f"{config.sequence_length}; lower --sequence_length, raise --held_out or give more text"
+                f"{config.sequence_length}; lower --sequence_length, {change} --held_out or give more text"
             )
     return train, held_out
 
