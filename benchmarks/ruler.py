@@ -94,7 +94,7 @@ class RulerConfig:
         None, "of every model", unset=", ".join(f"{setting.model} {setting.dtype}" for setting in SETTINGS)
     )
     compile: bool = flag(False, "compile our strategies (peers stay as they are)")
-    pack_weights: bool = flag(False, "pack the weights of bfloat16 models, for all strategies alike")
+    pack_weights: bool = flag(False, "pack the weights, for all strategies alike")
     without_economize: bool = flag(False, "leave economize out")
     num_samples: int | None = flag(None, "prompts a set", unset="6; with --quick 2, of the larger models 1")
     max_steps: int | None = flag(None, "tokens a text", unset="256; with --quick 48, of the larger models 32")
@@ -161,8 +161,7 @@ def strategies(loaded: Loaded, setting: Setting, sample: bool, max_steps: int, p
 def run_model(setting: Setting, ruler: RulerConfig, log: RunLog) -> None:
     """All tables of one model."""
     dtype = ruler.dtype or setting.dtype
-    pack = ruler.pack_weights and dtype == "bfloat16"
-    loaded = load(setting.model, dtype=dtype, compile=ruler.compile, pack_weights=pack)
+    loaded = load(setting.model, dtype=dtype, compile=ruler.compile, pack_weights=ruler.pack_weights)
     sets, count, steps = ruler.extent(setting)
     for sample in {"both": (False, True), "True": (True,), "False": (False,)}[ruler.sample]:
         made = strategies(loaded, setting, sample, steps, not ruler.without_economize)

@@ -140,7 +140,7 @@ class ModelConfig:
         "training, the layers and the loss"
     )  # fmt: skip
     pack_weights: bool = flag(
-        False, "on a CPU in bfloat16, keep a second copy of the weights in the layout that multiplies fastest"
+        False, "on a CPU in bfloat16 or float32, keep a second copy of the weights in oneDNN's own layout"
     )  # fmt: skip
     device_map: str | None = flag(
         None,
@@ -219,7 +219,9 @@ class GenerationConfig:
     stop_words: list[str] | None = flag(None, "strings at which the text ends; more than one may be given")
     stop_token_ids: list[int] | None = flag(None, "token ids at which the text ends, beside the model's own")
     ignore_eos: bool = flag(False, "do not end at an end-of-sequence id, so that texts have equal, full length")
-    lookup_ngram: int = flag(3, "longest n-gram that prompt_lookup matches")
+    lookup_ngram: int = flag(
+        5, "longest n-gram that prompt_lookup matches; shorter matches propose 2 tokens for each matched"
+    )
     skip_attn_layers: str | None = flag(None, "layers whose attention a draft skips, such as 3,5-8")
     skip_mlp_layers: str | None = flag(None, "layers whose MLP a draft skips")
     skip_layers: str | None = flag(None, 'a JSON file with {"attn": [...], "mlp": [...]}, as search.py writes it')

@@ -24,16 +24,17 @@ def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_products_are_the_same_but_for_rounding():
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
+def test_products_are_the_same_but_for_rounding(dtype, tolerance):
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(48, 96, dtype=torch.bfloat16), nn.Linear(96, 32, bias=False, dtype=torch.bfloat16))
+    plain = nn.Sequential(nn.Linear(48, 96, dtype=dtype), nn.Linear(96, 32, bias=False, dtype=dtype))
     packed = copy.deepcopy(plain)
     pack_weights(packed)
     assert is_packed(packed) and not is_packed(plain)
     with torch.inference_mode():
         for shape in ((1, 1, 48), (1, 7, 48), (3, 5, 48)):
-            states = torch.randn(shape).bfloat16()
-            torch.testing.assert_close(packed(states), plain(states), rtol=0.02, atol=0.02)
+            states = torch.randn(shape).to(dtype)
+            torch.testing.assert_close(packed(states), plain(states), rtol=tolerance, atol=tolerance)
 
 
 def test_a_copy_is_a_plain_layer_with_weights_of_its_own():
@@ -48,9 +49,10 @@ def test_a_copy_is_a_plain_layer_with_weights_of_its_own():
         assert float(model(torch.ones(1, 8, dtype=torch.bfloat16)).abs().max()) > 0
 
 
-def test_a_packed_model_decodes_by_every_drafter(folder):
-    loaded = load(str(folder), dtype="bfloat16", pack_weights=True)
-    plain = load(str(folder), dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_packed_model_decodes_by_every_drafter(folder, dtype):
+    loaded = load(str(folder), dtype=dtype, pack_weights=True)
+    plain = load(str(folder), dtype=dtype)
     linear = [module for module in loaded.model.hf_model.modules() if isinstance(module, nn.Linear)]
     assert linear and all(isinstance(module, PackedLinear) for module in linear)
     assert fingerprint(loaded.model.hf_model) == fingerprint(plain.model.hf_model)
@@ -63,7 +65,7 @@ def test_a_packed_model_decodes_by_every_drafter(folder):
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    ({"dtype": "float32"}, "bfloat16"), ({"dtype": "bfloat16", "compile": True}, "--compile"),
+    ({"dtype": "float64"}, "bfloat16"), ({"dtype": "bfloat16", "compile": True}, "--compile"),
     ({"dtype": "bfloat16", "device_map": "auto"}, "--device_map"),
 ])  # fmt: skip
 def test_what_cannot_be_packed_is_refused(folder, settings, said):

@@ -16,6 +16,10 @@ from .prompt_lookup import PromptLookupDrafter
 
 __all__ = ["AdapterDrafter", "Context", "Draft", "Drafter", "Turn", "make_drafter", "skip_set"]
 
+MIN_NGRAM_BEFORE = (
+    2  # where another drafter comes after a look-up: that one is right more often than a match of one token
+)
+
 
 def make_drafter(
     config: GenerationConfig,
@@ -35,15 +39,22 @@ def make_drafter(
     if config.generation_strategy == "autoregressive" or config.num_speculations == 0:
         return NoDrafter()
     head = None if token_ids is None else model.draft_head(token_ids)
-    parts = [_make_part(name, config, model, adapter, head) for name in config.drafters()]
+    *before, last = config.drafters() or (config.usual_drafter(),)
+    parts = [_make_part(name, config, model, adapter, head, MIN_NGRAM_BEFORE) for name in before]
+    parts.append(_make_part(last, config, model, adapter, head))
     return parts[0] if len(parts) == 1 else ChainDrafter(parts)
 
 
 def _make_part(
-    name: str, config: GenerationConfig, model: SelfSpeculativeModel, adapter: Adapter | None, head: DraftHead | None
+    name: str,
+    config: GenerationConfig,
+    model: SelfSpeculativeModel,
+    adapter: Adapter | None,
+    head: DraftHead | None,
+    min_ngram: int = 1,
 ) -> Drafter:
     if name == "prompt_lookup":
-        return PromptLookupDrafter(config.lookup_ngram)
+        return PromptLookupDrafter(config.lookup_ngram, min_ngram)
     draft_exit = make_draft_exit(config)
     if name == "skip_layer":
         return SkipLayerDrafter(skip_set(config, model), draft_exit, head)

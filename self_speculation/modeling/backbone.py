@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..config import RunError
+from .attention import GroupedAttention
 from .cache import KVCache
 from .compiled import Compiled
 from .masks import as_mask, visible_keys
@@ -43,6 +44,7 @@ class Backbone:
         self.config = model.config.get_text_config()
         self.decoder = self._find_decoder()
         self.layers: list[nn.Module] = list(self.decoder.layers)
+        self.attention = GroupedAttention(self.config, model.device)
         self.slots = Slots(len(self.layers))
         self.view = view_of(self.decoder, layers=self.slots)
         self.cache_name = next(
@@ -83,13 +85,14 @@ class Backbone:
             The hidden states [1, n, H] leaving the last of the layers, before the final norm.
         """
         cache.position = position
-        if self.compiled is not None:
-            compiled = self.compiled.run(input_ids, cache, start, layers, hidden)
-            if compiled is not None:
-                return compiled
-        if self.direct is not None:
-            return self.direct.run(input_ids, cache, start, layers, hidden)
-        return self.run_view(input_ids, cache, start, layers, hidden)
+        with self.attention:
+            if self.compiled is not None:
+                compiled = self.compiled.run(input_ids, cache, start, layers, hidden)
+                if compiled is not None:
+                    return compiled
+            if self.direct is not None:
+                return self.direct.run(input_ids, cache, start, layers, hidden)
+            return self.run_view(input_ids, cache, start, layers, hidden)
 
     def run_view(
         self,

@@ -192,7 +192,8 @@ class Batch:
         layers = self.backbone.layers if skip is None else self.model.layers_without(skip)
         places = self.cache.at(positions, n, device)
         run = self._run_view if self.backbone.direct is None else self._run_direct
-        return run(ids, places, start, layers[start:stop], hidden)
+        with self.backbone.attention:
+            return run(ids, places, start, layers[start:stop], hidden)
 
     def head(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Logits [sum of lengths, vocabulary] of the first `lengths[r]` tokens of each row r, one row after the other.
