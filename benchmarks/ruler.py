@@ -62,17 +62,18 @@ class Setting:
 
 
 LOOKUP = "prompt_lookup:num_speculations=10"
+UNSURE = "early_exit:draft_exit_threshold=0.4"  # hf_early_exit ends its drafts by this rule
 AUTO = "early_exit:exit_layer=-1:num_speculations=-1"
 SETTINGS = (
     Setting("selfspec-16l", "float32", 4, 6, (
         "early_exit", AUTO, "skip_layer:num_speculations=8", LOOKUP, "prompt_lookup+early_exit",
     ), (SETS, 2, 48)),
     Setting("smollm2-135m", "bfloat16", 24, 4, (
-        "early_exit", AUTO, "skip_layer:num_speculations=1", "adapter:num_speculations=2", LOOKUP,
+        UNSURE, AUTO, "skip_layer:num_speculations=1", "adapter:num_speculations=2", LOOKUP,
         "prompt_lookup+adapter:num_speculations=3",
     ), (SETS[:1], 1, 32)),
     Setting("gemma3-270m", "bfloat16", 14, 4, (
-        "early_exit", AUTO, "skip_layer:draft_vocabulary=16384:num_speculations=6", LOOKUP,
+        UNSURE, AUTO, "skip_layer:draft_vocabulary=16384:num_speculations=6", LOOKUP,
         "prompt_lookup+skip_layer:draft_vocabulary=16384:num_speculations=6",
     ), (SETS[:1], 1, 32)),
 )  # fmt: skip

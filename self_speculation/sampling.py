@@ -24,6 +24,8 @@ from transformers import (
 
 from .config import GenerationConfig, RunError
 
+NAN = "the model's logits are not numbers (NaN); try --dtype float32 or --dtype bfloat16"
+
 
 def sample_seed(seed: int, sample_id: object) -> int:
     """The seed of one sample: depends on the run's seed and the sample's id, on nothing that ran before."""
@@ -169,14 +171,17 @@ def accept_greedy(targets: Sequence[int], draft: Sequence[int]) -> tuple[int, in
 def greedy_tokens(scores: torch.Tensor) -> list[int]:
     """The most probable token of each row of scores [n, vocabulary], the first of equals."""
     best, tokens = scores.max(dim=-1)
-    _refuse_nan(best)
-    return tokens.tolist()
+    found: list[int] = torch.where(best.isnan(), -1, tokens).tolist()  # one transfer from the device
+    if min(found, default=0) < 0:
+        raise RunError(NAN)
+    return found
 
 
 def distribution(scores: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension."""
     probs = scores.softmax(dim=-1)
-    _refuse_nan(probs[..., 0])
+    if torch.isnan(probs[..., 0]).any():
+        raise RunError(NAN)
     return probs
 
 
@@ -221,8 +226,3 @@ def residual(p: torch.Tensor, token: int, q: torch.Tensor | None) -> torch.Tenso
 def _add(processors: LogitsProcessorList, wanted: object, kind: type[LogitsProcessor], value: object) -> None:
     if wanted:
         processors.append(kind(value))  # type: ignore[call-arg]
-
-
-def _refuse_nan(values: torch.Tensor) -> None:
-    if torch.isnan(values).any():
-        raise RunError("the model's logits are not numbers (NaN); try --dtype float32 or --dtype bfloat16")
