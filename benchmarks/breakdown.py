@@ -7,12 +7,12 @@ bandwidth. With `--compile` layers are timed in ranges, as they are compiled.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,28 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from self_speculation import GenerationConfig, Generator, load
+from self_speculation import GenerationConfig, Generator, cli, load
+from self_speculation.config import ModelConfig, flag, require
 from self_speculation.decoding import Observer
 from self_speculation.modeling import SelfSpeculativeModel
 from self_speculation.stats import now
 
 PROMPT = "def fibonacci(n):\n    " * 12
+
+
+@dataclass(frozen=True)
+class BreakdownConfig:
+    """What is timed."""
+
+    exit_layer: int | None = flag(None, "layers a draft runs", unset="a quarter of them")
+    num_speculations: int = flag(4, "tokens drafted a round")
+    repeats: int = flag(6, "texts of each kind; medians are shown")
+    max_steps: int = flag(48, "tokens a text")
+    debug: bool = flag(False, "show the traceback of an error")
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_speculations", 1), ("repeats", 1), ("max_steps", 2)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"must be {least} or more")
 
 
 class Clocks:
@@ -93,19 +109,11 @@ def bandwidth(megabytes: int = 256, repeats: int = 10) -> float:
     return data.nbytes / statistics.median(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--exit_layer", type=int, default=None, help="default: a quarter of the layers")
-    parser.add_argument("--num_speculations", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--max_steps", type=int, default=48)
-    parser.add_argument("--compile", action="store_true")
-    options = parser.parse_args()
-    loaded = load(options.model, dtype=options.dtype, compile=options.compile)
+def main(chosen: ModelConfig, options: BreakdownConfig) -> None:
+    """Time the parts of a round of early exit and of a step of autoregressive decoding where they run."""
+    loaded = load(chosen)
     model, k = loaded.model, options.num_speculations
-    exit_layer = options.exit_layer or max(1, model.num_layers // 4)
+    exit_layer = max(1, model.num_layers // 4) if options.exit_layer is None else options.exit_layer
     weights = sum(parameter.nbytes for layer in model.backbone.layers for parameter in layer.parameters())
     settings: dict[str, Any] = {"sample": False, "max_steps": options.max_steps, "ignore_eos": True}
     plain = Generator(loaded, GenerationConfig(**settings))
@@ -147,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, (ModelConfig, BreakdownConfig))

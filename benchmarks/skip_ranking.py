@@ -9,10 +9,10 @@ number of speculations that its score chose. `--known` is a set of search.py's, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,33 @@ from scipy.stats import spearmanr
 
 from self_speculation import cli, searching
 from self_speculation.benchmarking import prepare, read_examples
-from self_speculation.config import GenerationConfig
+from self_speculation.config import GenerationConfig, ModelConfig, flag, require
 from self_speculation.datasets import DataConfig
 from self_speculation.generation import Generator
 from self_speculation.loading import load
 from self_speculation.modeling import SkipSet
 from self_speculation.skip_search import SearchConfig
+
+
+@dataclass(frozen=True)
+class RankingConfig:
+    """What is scored and decoded."""
+
+    data_path: str | None = flag(None, "as benchmark.py takes it, for human_eval")
+    num_samples: int = flag(4, "prompts")
+    max_steps: int = flag(64, "tokens a text")
+    sets: int = flag(30, "random sets that are scored")
+    size: int | None = flag(None, "sub-layers in a random set", unset="1 to three quarters of all")
+    measure: int | None = flag(None, "how many of the best are decoded", unset="all")
+    depth: int = flag(SearchConfig().depth, "as search.py takes it")
+    known: str | None = flag(None, "a set of search.py's, compared with the random ones", metavar="FILE")
+    seed: int = flag(0, "of the random sets")
+    debug: bool = flag(False, "show the traceback of an error")
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "max_steps", "sets", "size", "measure", "depth"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "must be 1 or more")
 
 
 def random_set(rng: random.Random, layers: int, size: int | None) -> SkipSet:
@@ -35,9 +56,11 @@ def random_set(rng: random.Random, layers: int, size: int | None) -> SkipSet:
     return SkipSet.of(*([layer for kind, layer in chosen if kind == wanted] for wanted in ("attn", "mlp")))
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Score, decode, compare."""
-    loaded = load(arguments.model, dtype=arguments.dtype)
+def main(model: ModelConfig, arguments: RankingConfig) -> None:
+    """How well the cheap score of search.py ranks random skip sets, against the speed of decoding with them."""
+    loaded = load(model)
+    require((arguments.size or 1) <= 2 * loaded.model.num_layers, "size", arguments.size,
+            f"the model has {2 * loaded.model.num_layers} sub-layers")  # fmt: skip
     data = DataConfig("human_eval", data_path=arguments.data_path, num_samples=arguments.num_samples)
     search = SearchConfig(depth=arguments.depth)
     given = GenerationConfig(sample=False, ignore_eos=True, max_steps=arguments.max_steps)
@@ -81,16 +104,4 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="selfspec-16l")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--data_path", default=None)
-    parser.add_argument("--num_samples", type=int, default=4)
-    parser.add_argument("--max_steps", type=int, default=64)
-    parser.add_argument("--sets", type=int, default=30)
-    parser.add_argument("--size", type=int, default=None)
-    parser.add_argument("--measure", type=int, default=1 << 30, help="how many of the best to decode")
-    parser.add_argument("--depth", type=int, default=SearchConfig().depth)
-    parser.add_argument("--known", default=None)
-    parser.add_argument("--seed", type=int, default=0)
-    main(parser.parse_args())
+    cli.run(main, (ModelConfig, RankingConfig))
