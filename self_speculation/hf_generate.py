@@ -22,6 +22,7 @@ from .decoding import decode
 from .drafters import make_drafter
 from .generation import DEFAULT_SPECULATIONS
 from .modeling import SelfSpeculativeModel
+from .nucleus import without_sorting
 from .sampling import Sampler
 from .stats import Stats
 from .stopping import Stopper
@@ -119,7 +120,9 @@ class ProcessorSampler(Sampler):
     def __init__(self, processors: LogitsProcessorList, *, greedy: bool, device: torch.device):
         seed = 0 if greedy else int(torch.randint(1 << 62, ()))
         super().__init__(GenerationConfig(sample=not greedy, temperature=1.0, top_p=1.0), seed=seed, device=device)
-        self.history = processors  # some look at the tokens before, so each position is processed by itself
+        self.history = without_sorting(
+            processors
+        )  # some look at the tokens before, so each position is processed by itself
 
 
 class CriteriaStopper(Stopper):

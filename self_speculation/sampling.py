@@ -1,6 +1,6 @@
 """Logits -> processed scores -> tokens, and lossless verification of drafts. Tensors in, tensors out.
 
-Processors are transformers' own, in transformers' order, and act alike on draft and target.
+Processors are transformers' own but for top-p (`nucleus.py`), in transformers' order, alike on draft and target.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from .config import GenerationConfig, RunError
+from .nucleus import Nucleus, draw
 
 NAN = "the model's logits are not numbers (NaN); try --dtype float32 or --dtype bfloat16"
 
@@ -62,7 +62,7 @@ class Sampler:
         if not self.greedy:
             _add(self.warpers, config.temperature != 1, TemperatureLogitsWarper, config.temperature)
             _add(self.warpers, config.top_k, TopKLogitsWarper, config.top_k)
-            _add(self.warpers, config.top_p != 1, TopPLogitsWarper, config.top_p)
+            _add(self.warpers, config.top_p != 1, Nucleus, config.top_p)
             _add(self.warpers, config.min_p, MinPLogitsWarper, config.min_p)
 
     def scores(self, logits: torch.Tensor, prefix: Sequence[int], block: Sequence[int] = ()) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Sampler:
         if self.greedy:
             return greedy_tokens(scores)[0], None
         probs = distribution(scores)[0]
-        return self._multinomial(probs), probs
+        return draw(probs, self.generator), probs
 
     def verify(
         self, logits: torch.Tensor, prefix: Sequence[int], draft: Sequence[int], draft_probs: torch.Tensor | None
@@ -110,9 +110,6 @@ class Sampler:
     def _exists(self, logits: torch.Tensor) -> bool:
         return self.vocab_limit is None or self.vocab_limit >= logits.shape[-1]
 
-    def _multinomial(self, probs: torch.Tensor) -> int:
-        return int(torch.multinomial(probs, 1, generator=self.generator))
-
 
 def draw_each(
     samplers: Sequence[Sampler], logits: torch.Tensor, prefixes: Sequence[Sequence[int]]
@@ -122,7 +119,7 @@ def draw_each(
     if samplers[0].greedy:
         return [(token, None) for token in greedy_tokens(scores)]
     rows = zip(samplers, distribution(scores), strict=True)
-    return [(sampler._multinomial(probs), probs) for sampler, probs in rows]
+    return [(draw(probs, sampler.generator), probs) for sampler, probs in rows]
 
 
 def verify_each(
@@ -209,7 +206,7 @@ def speculative_sample(
     final = target[accepted]
     if accepted < len(draft):
         final = residual(final, draft[accepted], None if draft_probs is None else draft_probs[accepted])
-    return accepted, int(torch.multinomial(final, 1, generator=generator))
+    return accepted, draw(final, generator)
 
 
 def residual(p: torch.Tensor, token: int, q: torch.Tensor | None) -> torch.Tensor:

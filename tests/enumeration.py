@@ -1,7 +1,7 @@
 """The exact distribution of what a program with random draws returns, by following every branch.
 
-`law(run)` runs `run` again and again. Each time it draws, by `torch.multinomial` or by comparing `torch.rand` with
-something, the outcome is chosen here; the probabilities of all outcomes along a path multiply.
+`law(run)` runs `run` again and again. Each time it draws, by `draw` or by comparing `torch.rand` with something, the
+outcome is chosen here; the probabilities of all outcomes along a path multiply.
 """
 
 from __future__ import annotations
@@ -88,22 +88,23 @@ class ChosenTorch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def multinomial(self, probs: torch.Tensor, count: int, **kwargs: Any) -> torch.Tensor:
-        assert probs.ndim == 1 and count == 1
-        probs = probs.double() / probs.double().sum()
-        return torch.tensor([self.branches.choose(list(enumerate(probs.tolist())))])
-
     def rand(self, count: int, dtype: torch.dtype | None = None, **kwargs: Any) -> Uniform:
         return Uniform(self.branches, torch.ones(count, dtype=dtype))
 
 
 @contextmanager
 def _drawing(branches: Branches) -> Iterator[None]:
-    sampling.torch = ChosenTorch(branches)  # type: ignore[assignment]
+    def chosen(probs: torch.Tensor, generator: torch.Generator | None) -> int:
+        assert probs.ndim == 1
+        probs = probs.double() / probs.double().sum()
+        return branches.choose(list(enumerate(probs.tolist())))
+
+    real = sampling.draw
+    sampling.torch, sampling.draw = ChosenTorch(branches), chosen  # type: ignore[assignment]
     try:
         yield
     finally:
-        sampling.torch = torch
+        sampling.torch, sampling.draw = torch, real
 
 
 def law(run: Callable[[], list[int]]) -> Law:

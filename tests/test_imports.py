@@ -14,7 +14,7 @@ LEVELS = [  # each may import from its own and from earlier ones
     {"config"},
     {"files", "hub", "watch"},
     {"distributed", "modeling", "loading", "adapters", "vocabulary"},
-    {"drafters", "sampling", "sources", "stopping", "stats"},
+    {"drafters", "nucleus", "sampling", "sources", "stopping", "stats"},
     {"batching", "decoding", "datasets", "metrics", "streaming", "tracing"},
     {"cli", "records", "responses", "scores", "costs", "prediction", "replay", "forecast", "skip_scores", "skip_search",
      "skip_sets", "study", "grid", "prompts", "task_settings", "training"},

@@ -204,7 +204,7 @@ def scores_without_drafts(self, logits, prefix, block=()):
 
 def accepted_greedily(target, draft, draft_probs, generator):
     accepted = next((i for i, token in enumerate(draft) if token != int(target[i].argmax())), len(draft))
-    return accepted, int(sampling.torch.multinomial(target[accepted], 1, generator=generator))
+    return accepted, sampling.draw(target[accepted], generator)
 
 
 original_scores = Sampler.scores
@@ -318,7 +318,7 @@ def test_verification_alone_is_exact_for_any_p_and_q():
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
 
         def run(p=p, q=q):
-            token = int(sampling.torch.multinomial(q[0], 1))
+            token = sampling.draw(q[0], None)
             accepted, added = speculative_sample(p, [token], q[:1], None)
             return [token, added] if accepted else [added]
 
