@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from self_speculation import cli
-from self_speculation.config import ModelConfig, RunConfig, UsageError, require_folder
+from self_speculation.config import ModelConfig, RunConfig, UsageError, as_dict, require, require_folder
 from self_speculation.training.config import AdapterTrainConfig, DataConfig, TrainConfig
 
 
@@ -13,6 +13,9 @@ def main(train: TrainConfig, adapter: AdapterTrainConfig, data: DataConfig, mode
         raise UsageError("--data: give python_source, a hub id, or text, JSONL or Parquet files")
     if model.pack_weights:
         raise UsageError("--pack_weights True: packed weights cannot be trained, nor trained through")
+    if train.recipe != "adapter":
+        for name, value in as_dict(adapter).items():
+            require(value == getattr(AdapterTrainConfig(), name), name, value, "is for --recipe adapter")
     require_folder("save_model", train.save_model)
     require_folder("save_adapter", adapter.save_adapter)
     if train.recipe == "adapter":

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scipy.stats import spearmanr
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from self_speculation import cli, searching
 from self_speculation.benchmarking import prepare, read_examples

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from .config import RunError, UsageError
 from .loading import EMBEDDED, fingerprint
@@ -31,7 +31,7 @@ def save_adapter(folder: Path, adapter: Adapter, model: torch.nn.Module, model_n
         for name in (WEIGHTS, ABOUT):
             draft = folder / f"{name}.{os.getpid()}.tmp"
             if name == WEIGHTS:
-                save_file({key: value.contiguous() for key, value in weights.items()}, draft)
+                draft.write_bytes(save({key: value.contiguous() for key, value in weights.items()}))
             else:
                 draft.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             draft.replace(folder / name)
@@ -89,4 +89,4 @@ def _about(folder: Path) -> dict[str, Any]:
             raise ValueError(f"kind {about['kind']}")
         return {name: about[name] for name in (*FIELDS, "model", "fingerprint")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"--adapter {folder}: {ABOUT} cannot be read ({error})") from None
+        raise RunError(f"--adapter {folder}: {ABOUT} cannot be read ({type(error).__name__}: {error})") from None

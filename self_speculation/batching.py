@@ -8,6 +8,7 @@ run into its place, so that the batch stays full as long as prompts wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 
 import torch
 
@@ -30,9 +31,11 @@ def decode_batch(
     A text's `decode_s` is its share of the rounds it took part in: the seconds of a round are divided evenly among its
     rows. So the sums of tokens and seconds of many texts give the batch's throughput.
     """
-    batch = Batch(model, size)
+    waiting = iter(waiting)
+    first = list(islice(waiting, size))
+    batch = Batch(model, len(first))
     rows: list[tuple[int, Text]] = []  # in the order of the batch's rows
-    queue = enumerate(waiting)
+    queue = enumerate(chain(first, waiting))
     more = True
     while more or rows:
         while more and len(rows) < size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import tempfile
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -69,8 +70,10 @@ def require_folder(flag_name: str, value: str | None, file: bool = False) -> Non
         return
     path = Path(value).absolute()
     place = _existing(path.parent if file else path)
-    if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise RunError(f"--{flag_name} {value}: {place} is not a folder that can be written to")
+    try:
+        tempfile.TemporaryDirectory(dir=place).cleanup()
+    except OSError:
+        raise RunError(f"--{flag_name} {value}: {place} is not a folder that can be written to") from None
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
@@ -265,7 +268,8 @@ class GenerationConfig:
         require(self.batch_size == 1 or not self.carry_draft_exit, "batch_size", self.batch_size,
                 "--carry_draft_exit carries a threshold from prompt to prompt, one at a time")  # fmt: skip
         if self.temperature is not None:
-            require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "must be 0 or more")
+            usable = self.temperature == 0 or 1e-5 <= self.temperature < float("inf")
+            require(usable, "temperature", self.temperature, "must be 0, or 1e-5 or more")
         if self.top_p is not None:
             require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
         if self.min_p is not None:

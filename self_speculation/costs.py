@@ -170,11 +170,15 @@ def time_rounds(
 
 
 def _on_a_line(lengths: Sequence[int], times: Sequence[float]) -> list[float]:
-    """The times on the line through (length, time) of least relative error: a draft is so many equal steps."""
+    """The times on the line through (length, time) of least relative error: a draft is so many equal steps, and what
+    it begins with takes no less than nothing."""
     if len(lengths) < 3:
         return list(times)
-    line = np.polynomial.Polynomial.fit(lengths, times, 1, w=1 / np.asarray(times))
-    return [float(time) for time in line(np.asarray(lengths))]
+    each = np.asarray(lengths) / np.asarray(times)
+    slope, start = np.polyfit(lengths, times, 1, w=1 / np.asarray(times))
+    if start < 0:
+        slope, start = each.sum() / (each**2).sum(), 0.0
+    return [float(start + slope * length) for length in lengths]
 
 
 def _in_a_row(context: Context, drafter: Drafter | None, length: int, count: int) -> list[tuple[float, float]]:

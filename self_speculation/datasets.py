@@ -250,7 +250,7 @@ def _need(row: Row, columns: Sequence[str], dataset: str, path: Path) -> None:
     missing = [column for column in columns if row.get(column) is None]
     if missing:
         raise RunError(
-            f"{path}: a row has the columns {', '.join(k for k in row if row[k] is not None)}; "
+            f"{path}: a row has the columns {', '.join(k for k in row if row[k] is not None) or 'none'}; "
             f"{dataset} needs {', '.join(columns)}"
         )
 
@@ -258,12 +258,10 @@ def _need(row: Row, columns: Sequence[str], dataset: str, path: Path) -> None:
 def _custom(row: Row, config: DataConfig, path: Path) -> Row:
     optional = config.response_field == "response"
     _need(row, (config.prompt_field, *(() if optional else (config.response_field,))), config.dataset, path)
-    reference = row.get(config.response_field)
-    return {
-        **row,
-        "prompt": str(row[config.prompt_field]),
-        "reference": None if reference is None else str(reference),
-    }
+    prompt, reference = row[config.prompt_field], row.get(config.response_field)
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise RunError(f"{path}: a {config.prompt_field} is {prompt!r:.40}; it must be a text")
+    return {**row, "prompt": prompt, "reference": None if reference is None else str(reference)}
 
 
 def _conversation(row: Row, path: Path) -> list[Row]:

@@ -140,7 +140,12 @@ class Generator:
         )
 
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        return self.loaded.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self.loaded.encode(prompt)
+        ids: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [None]
+        if all(isinstance(token, int) for token in ids):
+            return ids
+        raise UsageError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:40]}")
 
     def sampler(self, sample_id: object = 0, kind: type[Sampler] = Sampler) -> Sampler:
         """A sampler with the seed of this sample."""

@@ -34,6 +34,8 @@ class PromptConfig:
         require_choice("streamer", self.streamer, STREAMERS)
         if self.prompt is not None and self.prompt_file is not None:
             raise UsageError("--prompt_file: give either --prompt or --prompt_file")
+        if self.prompt_file == "":
+            raise UsageError("--prompt_file '': name a file")
         if self.prompt is not None and not self.prompt.strip():
             raise UsageError("--prompt '': the prompt is empty")
 
@@ -51,20 +53,32 @@ def read_prompts(config: PromptConfig) -> Sequence[Prompt] | None:
 
 def _prompts_in(path: str) -> list[str]:
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise RunError(f"--prompt_file {path}: {reason}") from None
     if not path.endswith(".jsonl"):
         prompts = [text]
     else:
-        try:
-            prompts = [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()]
-        except (ValueError, KeyError, TypeError):
-            raise RunError(f"--prompt_file {path}: every line must be JSON with a field prompt") from None
-    if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
-        raise UsageError(f"--prompt_file {path}: a prompt is empty")
+        lines = enumerate(text.split("\n"), 1)
+        prompts = [_prompt_in(line, f"--prompt_file {path}: line {n}") for n, line in lines if line.strip()]
+    if not any(prompt.strip() for prompt in prompts):
+        raise UsageError(f"--prompt_file {path}: it is empty")
     return prompts
+
+
+def _prompt_in(line: str, where: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+        if not (isinstance(prompt, str) and prompt.strip() and prompt.encode()):
+            raise UsageError(f"{where}: the prompt is empty or no text")
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is not JSON ({error})") from None
+    except (KeyError, TypeError):
+        raise UsageError(f"{where} has no field prompt") from None
+    except UnicodeEncodeError:
+        raise UsageError(f"{where}: the prompt is no valid text") from None
+    return prompt
 
 
 def ask(chat: bool) -> Iterator[Prompt]:

@@ -86,7 +86,9 @@ class RunLog:
     ) -> None:
         self.script = script
         stem, self.run_id = distributed.on_main(
-            lambda: _claim(script, output_dir, config) if resume is None else _resume(script, config, resume)
+            lambda: (
+                _claim(script, output_dir, config) if resume is None else _resume(script, output_dir, config, resume)
+            )
         )
         self.stem, self.resumed = Path(stem), resume is not None
         self._set_up("", columns, key)
@@ -265,11 +267,13 @@ def _claim(script: str, output_dir: str | os.PathLike[str], config: dict[str, An
     raise RunError(f"--output_dir {output_dir}: a thousand runs began in this second")
 
 
-def _resume(script: str, config: dict[str, Any], resume: str) -> tuple[str, str]:
-    """Stem and id of the run that `resume` (its CSV, a shard, the stem) belongs to; `config` must be its own."""
+def _resume(script: str, output_dir: str | os.PathLike[str], config: dict[str, Any], resume: str) -> tuple[str, str]:
+    """Stem and id of the run that `resume` (its CSV, a shard, the stem; here or in `output_dir`) belongs to; `config`
+    must be its own."""
     path = Path(resume)
     match = _STEM.match(path.name)
-    stem = path.with_name(match[1]) if match else path
+    given = path.with_name(match[1]) if match else path
+    stem = next((s for s in (given, Path(output_dir, given)) if Path(f"{s}.json").is_file()), given)
     try:
         saved = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
         before, run_id, saved_script = saved["config"], saved["run_id"], saved["script"]

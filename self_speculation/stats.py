@@ -27,7 +27,7 @@ class Stats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0  # in neither of the two
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list, repr=False)
 
     @property
     def decode_tokens(self) -> int:

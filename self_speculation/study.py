@@ -21,7 +21,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from .config import RunError, UsageError
+from .config import RunError, UsageError, require_folder
 from .modeling import SkipSet
 from .skip_search import TRIAL_COLUMNS, Row
 
@@ -52,6 +52,7 @@ class SkipStudy:
                                                    for name in parameters(layers)}  # fmt: skip
         file = storage.removeprefix("sqlite:///") if storage.startswith("sqlite:///") or "://" not in storage else None
         lock = Path(f"{file or folder / 'search'}.trials.lock")  # <journal>.lock is the journal's own
+        require_folder("storage", str(lock), file=True)
         self.lock, self.storage = FileLock(lock), storage
         direction = StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE
         with _explained(storage, None if lock.exists() else lock), self.lock:

@@ -102,6 +102,7 @@ def test_a_trained_adapter_drafts_better_and_changes_nothing(work, trained):
     assert float(rows[-2]["agreement"]) > float(rows[0]["agreement"])
     assert rows[-1]["split"] == "held_out" and float(rows[-1]["agreement"]) > 0
     assert list((work / "trained").glob("*.png"))
+    assert len({path.stat().st_mode for path in trained.iterdir() if path.is_file()}) == 1  # whom one may read, all may
 
 
 def test_training_resumes_to_the_same_numbers(work, trained):

@@ -54,6 +54,16 @@ USAGE = [
     ("generate", f"{ONE} --generation_strategy greedy", "choose one of autoregressive, self_speculative"),
     ("generate", f"{ONE} --drafter early_exit+", "--drafter"),
     ("generate", f"{ONE} --drafter prompt_lookup", "add --generation_strategy self_speculative"),
+    ("generate", f"{ONE} --temperature 1e-300", "--temperature 1e-300: must be 0, or"),
+    ("generate", "--prompt_file ''", "--prompt_file ''"),
+    ("generate", "--prompt_file TMP/torn.jsonl", "torn.jsonl: line 2 is not JSON"),
+    ("generate", "--prompt_file TMP/wrong.jsonl", "line 1 has no field prompt"),
+    ("generate", "--prompt_file TMP/number.jsonl", "line 2: the prompt is empty or no text"),
+    ("generate", "--prompt_file TMP/surrogate.jsonl", "line 1: the prompt is no valid text"),
+    ("train", f"{TEXT} --early_exit_scale inf", "--early_exit_scale inf"),
+    ("train", f"{TEXT} --learning_rate inf", "--learning_rate inf"),
+    ("train", f"{TEXT} --save_adapter TMP/x", "is for --recipe adapter"),
+    ("train", f"{TEXT} --adapter_kind mlp", "--adapter_kind mlp: is for --recipe adapter"),
     ("generate", f"{ONE} --top_p 0", "--top_p 0.0"),
     ("generate", f"{ONE} --top_p 2", "--top_p 2.0"),
     ("generate", f"{ONE} --top_p nan", "--top_p nan"),
@@ -193,6 +203,9 @@ USAGE = [
     ("benchmarks.ruler", "--sample maybe", "--sample maybe"),
     ("benchmarks.ruler", "--dtype float99", "--dtype float99"),
     ("benchmarks.ruler", "--num_samples 0", "--num_samples 0"),
+    ("benchmarks.breakdown", "--max_steps -3", "--max_steps -3"),
+    ("benchmarks.memory", "--num_speculations 0", "--num_speculations 0"),
+    ("benchmarks.skip_ranking", "--sets 0", "--sets 0"),
     ("benchmarks.ruler", "--max_steps abc", "--max_steps abc: must be a whole number"),
     ("benchmarks.ruler", "--quik", "did you mean --quick?"),
 ]
@@ -204,7 +217,6 @@ RUN = [
     ("generate", f"{ONE} --model nosuch", "nosuch"),
     ("generate", f"{ONE} --model owner/nosuch", "hub"),
     ("generate", "--prompt_file TMP/missing.txt", "No such file"),
-    ("generate", "--prompt_file TMP/wrong.jsonl", "field prompt"),
     ("generate", "--prompt_file TMP/wrong.gguf --max_steps 2", "not a text file"),
     ("generate", f"{ONE} --output_dir TMP/text.txt", "--output_dir"),
     ("generate", f"{ONE} --trace TMP/nowhere/page.html", "--trace"),
@@ -215,6 +227,8 @@ RUN = [
     ("benchmark", "--dataset top_v2 --data_path TMP/nowhere", "--data_path"),
     ("benchmark", "--dataset top_v2 --data_path TMP/wrong.jsonl", "column"),
     ("benchmark", "--dataset custom_jsonl --data_path TMP/torn.jsonl", "torn.jsonl"),
+    ("benchmark", "--dataset custom_jsonl --data_path TMP/number.jsonl", "prompt is 5; it must be a text"),
+    ("benchmark", "--dataset custom_jsonl --data_path TMP/wrong.jsonl --prompt_field a", "a is 1; it"),
     ("benchmark", f"{FEW} --resume TMP/nothing.csv", "--resume"),
     ("benchmark", f"{FEW} --resume ''", "--resume"),
     ("sweep", f"{FEW} --resume TMP/nothing.csv", "--resume"),
@@ -228,12 +242,18 @@ RUN = [
     ("train", "--model MODEL --data TMP/nowhere.txt", "--data"),
     ("train", "--model MODEL --data TMP/empty.txt", "--data"),
     ("train", "--model MODEL --data TMP/torn.jsonl", "--data"),
+    ("train", "--model MODEL --data TMP/nothing.jsonl", "there are no rows in it"),
+    ("train", "--model MODEL --data TMP/folder", "no such files in this folder"),
+    ("search", f"{FEW} --storage /proc/search.db", "--storage"),
+    ("benchmarks.breakdown", "--model TMP/nowhere", "no such folder"),
+    ("benchmarks.memory", "--model TMP/nowhere --only early_exit", "no such folder"),
     ("train", "--config TMP/text.txt --data TMP/text.txt", "--config"),
     ("train", f"{TEXT} --save_model TMP/text.txt", "--save_model"),
     ("train", f"{TEXT} --recipe adapter --save_adapter TMP/text.txt", "--save_adapter"),
     ("train", f"{TEXT} --resume TMP/nothing", "--resume"),
     ("benchmarks.ruler", "--quick --into TMP/nothing.md#results", "--into"),
 ]
+NO_RESULT_FILES = ("benchmarks.breakdown", "benchmarks.memory", "benchmarks.skip_ranking")
 CASES = [(script, given, 2, says) for script, given, says in USAGE] + [
     (script, given, 1, says) for script, given, says in RUN
 ]
@@ -248,6 +268,10 @@ def places(tmp_path_factory) -> dict[str, str]:
     (tmp / "words.jsonl").write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(400)))
     (tmp / "long.txt").write_text("x" * 1100)
     (tmp / "wrong.jsonl").write_text('{"a": 1}\n')
+    (tmp / "number.jsonl").write_text('{"prompt": "a"}\n{"prompt": 5}\n')
+    (tmp / "surrogate.jsonl").write_text('{"prompt": "a \\ud800"}\n')
+    (tmp / "nothing.jsonl").write_text("")
+    (tmp / "folder").mkdir()
     (tmp / "torn.jsonl").write_text('{"prompt": "a"}\n{"prom')
     (tmp / "wrong.gguf").write_bytes(b"\xff\xfe\x00hello")
     (tmp / "fraction.json").write_text(json.dumps({"attn": [1.5], "mlp": []}))
@@ -266,9 +290,9 @@ def test_a_mistake_is_one_line(places, tmp_path, capsys, monkeypatch, script, gi
     monkeypatch.chdir(tmp_path)
     logs = tmp_path / "logs"
     arguments = shlex.split(given)
-    if "--model" not in arguments and script not in ("train", "benchmarks.ruler"):
+    if "--model" not in arguments and script != "train" and not script.startswith("benchmarks."):
         arguments += ["--model", "MODEL"]
-    if "--output_dir" not in arguments:
+    if "--output_dir" not in arguments and script not in NO_RESULT_FILES:
         arguments += ["--output_dir", str(logs)]
     for name, place in places.items():
         arguments = [argument.replace(name, place) for argument in arguments]

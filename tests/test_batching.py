@@ -247,3 +247,17 @@ def test_shares_of_a_round_add_up_to_the_time_of_the_batch():
     wall = time.perf_counter() - started
     spent = sum(s.prefill_s + s.decode_s for s in stats)
     assert all(s.decode_s > 0 for s in stats if s.rounds) and 0.5 * wall < spent <= wall
+
+
+def test_a_batch_has_no_more_rows_than_there_are_prompts(monkeypatch):
+    sizes, made = [], Batch
+
+    def counted(model, size):
+        sizes.append(size)
+        return made(model, size)
+
+    monkeypatch.setattr("self_speculation.batching.Batch", counted)
+    model = tiny.split("llama")
+    assert together(model, 100_000, texts(model, "early_exit", prompts=(3, 5, 4)))
+    assert together(model, 2, texts(model, "early_exit", prompts=(3, 5, 4)))
+    assert sizes == [3, 2]

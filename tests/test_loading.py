@@ -24,9 +24,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.parametrize("prompt", [["a", "b"], 5, None, [1.5]])
+def test_a_prompt_is_text_or_token_ids(folder, prompt):
+    with pytest.raises(UsageError, match="a prompt is a text or a list of token ids, not"):
+        generate(load(str(folder)), prompt, max_steps=2)
+
+
 def test_three_lines_of_python(folder):
     model = load(str(folder), dtype="float32")
     answer = generate(model, "hello", sample=False, max_steps=5)
+    assert "Round" not in repr(answer)
     assert len(answer.tokens) == 5 == answer.stats.new_tokens
     assert answer.text == model.decode(answer.tokens)
 

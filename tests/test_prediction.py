@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from self_speculation import auto
+from self_speculation import auto, costs
 from self_speculation.config import GenerationConfig
 from self_speculation.costs import Costs, measure_costs, spread
 from self_speculation.drafters.layers import EarlyExitDrafter
@@ -192,3 +192,13 @@ def test_auto_predicts_a_real_model(loaded, monkeypatch, tmp_path):
     assert by_exit[5] > by_exit[1]
     Generator(loaded, GenerationConfig(generation_strategy="self_speculative", max_steps=4))("abc")  # sampling too
     assert len(list((tmp_path / "auto").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(("times", "line"), [
+    ([3.0, 5.0, 9.0], [3.0, 5.0, 9.0]),  # 1 + 2 k
+    ([2.0, 4.0, 8.0], [2.0, 4.0, 8.0]),
+    ([1.0, 4.0, 10.0], [1.35, 2.7, 5.39]),  # what a draft begins with cannot take less than nothing: through 0
+])  # fmt: skip
+def test_times_of_drafts_lie_on_a_line(times, line):
+    found = costs._on_a_line([1, 2, 4], times)
+    assert found == pytest.approx(line, abs=0.01) and found == sorted(found) and found[0] > 0

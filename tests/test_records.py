@@ -109,6 +109,15 @@ def test_a_merged_table_can_be_resumed_and_keeps_its_cells(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_run_is_found_in_the_output_folder_too(tmp_path, monkeypatch):
+    log = RunLog("benchmark", tmp_path / "out", SAMPLE_COLUMNS, {})
+    write_rows(log, [0])
+    log.finish()
+    monkeypatch.chdir(tmp_path)
+    for given in (log.path.name, f"out/{log.path.name}", str(log.path)):
+        assert RunLog("benchmark", "out", SAMPLE_COLUMNS, {}, resume=given).done == {"s0"}
+
+
 def test_resume_refuses_what_is_not_the_same_run(tmp_path):
     log = RunLog("sweep", tmp_path, SAMPLE_COLUMNS, {"exit_layer": 4, "ids": (1, 2), "output_dir": "a", "debug": False})
     log.finish()

@@ -106,8 +106,20 @@ def test_data_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"a.bin is none of \.txt"):
         list(documents(DataConfig(data=str(tmp_path / "a.bin"))))
     (tmp_path / "short.txt").write_text("x")
-    with pytest.raises(RunError, match="training tokens are less than one sequence|held-out tokens are less"):
+    with pytest.raises(RunError, match="its 2 tokens are too few to hold out one sequence of 512"):
         token_files(DataConfig(data=str(tmp_path / "short.txt")), byte_tokenizer())
+
+
+@pytest.mark.parametrize("share", [0.005, 0.3, 0.9])
+def test_the_end_of_a_single_document_is_held_out(tmp_path, capsys, share):
+    text = "".join(chr(ord("a") + n % 26) for n in range(103))
+    (tmp_path / "one.txt").write_text(text)
+    train, held_out = token_files(DataConfig(data=str(tmp_path), held_out=share, sequence_length=8), byte_tokenizer())
+    count = max(1, round(share * 12))  # of 12 whole sequences
+    assert (len(train), len(held_out)) == (12 - count, count)
+    both = byte_tokenizer().decode(np.concatenate([train.tokens, held_out.tokens[1:]]))  # they overlap by one
+    assert text in both
+    assert f"the last {count} of 12 sequences are held out" in capsys.readouterr().err
 
 
 CODE = '''

@@ -237,3 +237,9 @@ def test_mistakes_are_named(work, more, message):
 def test_a_missing_configuration_is_named(work):
     with pytest.raises(RunError, match="--config .*nothing.json: cannot be read"):
         run(flags(work, "--config", str(work / "nothing.json")))
+
+
+def test_a_loss_that_is_no_number_ends_the_training(work):
+    with pytest.raises(cli.RunError, match="the loss is not a number; lower --learning_rate"):
+        run(flags(work, "--learning_rate", "1e30", "--warmup_steps", "0"))
+    assert not list(work.rglob("model/config.json"))

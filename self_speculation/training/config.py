@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..config import UsageError, flag, parse_ids, require, require_choice
@@ -107,9 +108,9 @@ class TrainConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
         for name in ("early_exit_scale", "max_minutes", "warmup_steps", "weight_decay", "max_grad_norm", "lora_rank",
                      "eval_every", "save_every", "final_learning_rate"):  # fmt: skip
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "must be 0 or more")
         for name in ("learning_rate", "muon_learning_rate", "lora_alpha"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "must be above 0")
         if self.lora_rank and self.config:
             raise UsageError(f"--lora_rank {self.lora_rank}: a model from scratch (--config) has no weights to keep")
         if self.config and self.recipe == "evaluate_exits":
@@ -156,7 +157,7 @@ class AdapterTrainConfig:
     def __post_init__(self) -> None:
         require_choice("adapter_kind", self.adapter_kind, ADAPTER_KINDS)
         for name in ("own_text", "draft_vocabulary", "regression"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "must be 0 or more")
         for name in ("own_chat", "drifted"):
             require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must be between 0 and 1")
         require(0 < self.scored_positions <= 1, "scored_positions", self.scored_positions,

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from .. import distributed, hub
+from .. import cli, distributed, hub
 from ..config import RunError, UsageError
 from ..loading import cache_folder
 from .config import DataConfig
@@ -100,13 +100,27 @@ def token_files(
         TokenFile(np.load(folder / f"{name}.npy", mmap_mode="r"), config.sequence_length)
         for name in ("train", "held_out")
     )
-    for name, file, change in (("training", train, "lower"), ("held-out", held_out, "raise")):
-        if not len(file) and (trains or file is held_out):
-            raise RunError(
-                f"--data {config.data}: {len(file.tokens)} {name} tokens are less than one sequence of "
-                f"{config.sequence_length}; lower --sequence_length, {change} --held_out or give more text"
-            )
+    if trains and not (len(train) and len(held_out)):  # too few documents to hold some of them out
+        train, held_out = _parted(np.concatenate([train.tokens, held_out.tokens]), config)
+        if len(held_out):
+            cli.note(f"--data {config.data}: too few documents to hold some of them out whole, so the last "
+                     f"{len(held_out)} of {len(train) + len(held_out)} sequences are held out")  # fmt: skip
+    if not len(held_out):
+        raise RunError(
+            f"--data {config.data}: its {len(train.tokens) + len(held_out.tokens)} tokens are too few to hold out one "
+            f"sequence of {config.sequence_length}; lower --sequence_length, raise --held_out or give more text"
+        )
     return train, held_out
+
+
+def _parted(tokens: np.ndarray, config: DataConfig) -> tuple[TokenFile, TokenFile]:
+    """All but the last sequences to train on, and the last, at least one, held out; none where there are no two."""
+    whole = TokenFile(tokens, config.sequence_length)
+    count = min(max(1, round(config.held_out * len(whole))), len(whole) - 1)
+    if count < 1:
+        return whole, TokenFile(tokens[:0], config.sequence_length)
+    cut = (len(whole) - count) * config.sequence_length
+    return TokenFile(tokens[: cut + 1], config.sequence_length), TokenFile(tokens[cut:], config.sequence_length)
 
 
 def batches(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -189,7 +203,8 @@ def _rows(config: DataConfig) -> Iterator[dict[str, Any]]:
     try:
         if not files:
             if _is_path(config.data or ""):
-                raise RunError(f"--data {config.data}: no such file; {', '.join(READERS)} files are read")
+                missing = "no such files in this folder" if Path(config.data or "").is_dir() else "no such file"
+                raise RunError(f"--data {config.data}: {missing}; {', '.join(READERS)} are read")
             hub.go_offline_if_unreachable()
             yield from datasets.load_dataset(config.data, config.data_config, split=config.data_split, streaming=True)
         for file in files:
@@ -202,6 +217,8 @@ def _rows(config: DataConfig) -> Iterator[dict[str, Any]]:
                 yield from datasets.load_dataset(reader, data_files=str(file), split="train", streaming=True)
     except (UsageError, RunError, KeyboardInterrupt):
         raise
+    except StopIteration:
+        raise RunError(f"--data {config.data}: there are no rows in it") from None
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise RunError(f"--data {config.data}: cannot be read ({type(error).__name__}: {reason})") from error

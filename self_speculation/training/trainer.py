@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import statistics
 import time
@@ -14,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import distributed
+from ..config import RunError
 from . import schedules
 from .checkpoint import load_checkpoint, save_checkpoint, trained
 from .config import TrainConfig
@@ -75,6 +77,8 @@ class Trainer:
                 times.append(time.monotonic() - start)
                 window.add(losses, times[-1])
                 step += 1
+                if not math.isfinite(losses["loss"]):
+                    raise RunError(f"step {step}: the loss is not a number; lower --learning_rate, or see to the data")
                 if not self.fitted and len(times) == TIMED_STEPS[1]:
                     self.steps, self.fitted = step + self._steps_left(began, times[TIMED_STEPS[0] :]), True
                     bar.total = self.steps
