@@ -26,16 +26,16 @@ class Nucleus(LogitsProcessor):
 
     def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
         """Scores [n, vocabulary], the others -inf."""
-        size = FIRST if scores.device.type == "cpu" else scores.shape[-1]
-        total = scores.logsumexp(-1, keepdim=True)
-        while MORE * size <= scores.shape[-1]:
-            best, ids = scores.topk(size)
-            probs = (best - total).exp()
-            kept = probs.cumsum(-1) - probs < self.top_p
-            kept[:, 0] = True
-            if not kept[:, -1].any():
-                return torch.full_like(scores, -torch.inf).scatter_(1, ids, best.masked_fill_(~kept, -torch.inf))
-            size *= MORE
+        if scores.device.type == "cpu":
+            size, total = FIRST, scores.logsumexp(-1, keepdim=True)
+            while MORE * size <= scores.shape[-1]:
+                best, ids = scores.topk(size)
+                probs = (best - total).exp()
+                kept = probs.cumsum(-1) - probs < self.top_p
+                kept[:, 0] = True
+                if not kept[:, -1].any():
+                    return torch.full_like(scores, -torch.inf).scatter_(1, ids, best.masked_fill_(~kept, -torch.inf))
+                size *= MORE
         return self.by_sorting(input_ids, scores)
 
 

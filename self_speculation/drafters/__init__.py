@@ -16,9 +16,7 @@ from .prompt_lookup import PromptLookupDrafter
 
 __all__ = ["AdapterDrafter", "Context", "Draft", "Drafter", "Turn", "make_drafter", "skip_set"]
 
-MIN_NGRAM_BEFORE = (
-    2  # where another drafter comes after a look-up: that one is right more often than a match of one token
-)
+MIN_NGRAM_BEFORE = 2  # of a look-up before another drafter, which is right more often than a match of one token
 
 
 def make_drafter(
