@@ -36,14 +36,14 @@ def main(
     name = generation.drafter or generation.generation_strategy
     parsed = {name: ("", generation)} if benchmark.compare is None else parse_strategies(benchmark.compare, generation)
     examples = read_examples(data, run.seed, cli.note)
-    if data.dataset == "human_eval" and not benchmark.allow_code_execution:
-        cli.note("pass@1 is left out; it needs --allow_code_execution True, which runs programs the model wrote")
     loaded = load(model)
     samples = prepare(loaded, examples, generation.resolved().max_steps or 1)
     prompts = [sample.ids for sample in samples]
     strategies = make_strategies(loaded, parsed, seed=run.seed, notify=cli.note, prompts=prompts)
     config = as_dict(model, data, generation, benchmark, run)
     log = RunLog("benchmark", run.output_dir, SAMPLE_COLUMNS, config, resume=benchmark.resume, key=KEY)
+    if data.dataset == "human_eval" and not benchmark.allow_code_execution:
+        cli.note("pass@1 is left out; it needs --allow_code_execution True, which runs programs the model wrote")
     with log.kept(cli.note), distributed.own_work():
         measure(
             loaded, strategies, samples, log, dataset=data,
