@@ -120,9 +120,8 @@ class ProcessorSampler(Sampler):
     def __init__(self, processors: LogitsProcessorList, *, greedy: bool, device: torch.device):
         seed = 0 if greedy else int(torch.randint(1 << 62, ()))
         super().__init__(GenerationConfig(sample=not greedy, temperature=1.0, top_p=1.0), seed=seed, device=device)
-        self.history = without_sorting(
-            processors
-        )  # some look at the tokens before, so each position is processed by itself
+        # some look at the tokens before, so each position is processed by itself
+        self.history = without_sorting(processors)
 
 
 class CriteriaStopper(Stopper):

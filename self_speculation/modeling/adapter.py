@@ -54,7 +54,8 @@ class Adapter(nn.Module):
     def __init__(self, backbone: Backbone, shape: AdapterShape, token_ids: torch.Tensor | None = None):
         super().__init__()
         self.shape, self.name = shape, ""
-        layer = copy.deepcopy(backbone.layers[shape.from_layer], {id(backbone.config): backbone.config})
+        shared = {id(backbone.config): backbone.config}  # the copy keeps to it, so that it attends as the model does
+        layer = copy.deepcopy(backbone.layers[shape.from_layer], shared)
         self.layer = without(layer, attn=shape.kind == "mlp", mlp=shape.kind == "attention")
         weight = next(self.layer.parameters())
         self.fuse: nn.Linear | None = None
