@@ -2,7 +2,7 @@
 
 Every model decodes every set of prompts by every strategy, prompt by prompt in an order that rotates, at a forced
 equal length, greedily and sampling. `<output_dir>/ruler_<time>.csv` has a row a text and strategy, `.md` the tables,
-`.png` a chart. `--quick` takes about ten minutes on two CPU cores. Let nothing else run meanwhile.
+`.png` a chart. `--quick` takes about six minutes on two CPU cores. Let nothing else run meanwhile.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ AUTO = "early_exit:exit_layer=-1:num_speculations=-1"
 SETTINGS = (
     Setting("selfspec-16l", "float32", 4, 6, (
         "early_exit", AUTO, "skip_layer:num_speculations=8", LOOKUP, "prompt_lookup+early_exit",
+        "prompt_lookup+early_exit:num_speculations=10:draft_exit_threshold=0.2",
     ), (SETS, 2, 48)),
     Setting("smollm2-135m", "bfloat16", 24, 4, (
         UNSURE, AUTO, "skip_layer:num_speculations=1", "adapter:num_speculations=2", LOOKUP,
-        "prompt_lookup+adapter:num_speculations=3",
+        "prompt_lookup+adapter:num_speculations=10:draft_exit_threshold=0.4",
     ), (SETS[:1], 1, 32)),
     Setting("gemma3-270m", "bfloat16", 14, 4, (
         UNSURE, AUTO, "skip_layer:draft_vocabulary=16384:num_speculations=6", LOOKUP,
@@ -98,7 +99,7 @@ class RulerConfig:
     pack_weights: bool = flag(False, "pack the weights, for all strategies alike")
     without_economize: bool = flag(False, "leave economize out")
     num_samples: int | None = flag(None, "prompts a set", unset="6; with --quick 2, of the larger models 1")
-    max_steps: int | None = flag(None, "tokens a text", unset="256; with --quick 48, of the larger models 32")
+    max_steps: int | None = flag(None, "tokens a text", unset="128; with --quick 48, of the larger models 32")
     quick: bool = flag(False, "few prompts and short texts")
     into: str | None = flag(None, "put the tables into that part of a Markdown file too", metavar="FILE#PART")
 
@@ -118,7 +119,7 @@ class RulerConfig:
 
     def extent(self, setting: Setting) -> tuple[tuple[str, ...], int, int]:
         """Sets of prompts, prompts a set, and tokens a text."""
-        sets, count, steps = setting.quick if self.quick else (SETS, 6, 256)
+        sets, count, steps = setting.quick if self.quick else (SETS, 6, 128)
         return tuple(self.prompts or sets), self.num_samples or count, self.max_steps or steps
 
 
