@@ -46,4 +46,5 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 ruler: setup
+	$(BIN)/pip install --quiet --no-deps economize
 	$(BIN)/python benchmarks/ruler.py --quick

@@ -44,8 +44,10 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
             if answers[-1].stop_reason == "interrupted":
                 return 130
     finally:
-        log.finish()
-        cli.note(f"rows in {log.path}" + (f", trace in {page.path}" if page and page.sections else ""))
+        if log.finish():
+            cli.note(f"rows in {log.path}" + (f", trace in {page.path}" if page and page.sections else ""))
+        elif distributed.is_main():
+            log.withdraw()  # nothing was asked
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,14 +97,14 @@ def watch(model: SelfSpeculativeModel, generator: Generator, clocks: Clocks) -> 
     drafter.propose = clocks.around_draft(drafter.propose)
 
 
-def bandwidth(megabytes: int = 256, repeats: int = 10) -> float:
+def bandwidth(device: torch.device, megabytes: int = 256, repeats: int = 10) -> float:
     """Bytes a second that a sum over a large tensor reads."""
-    data = torch.ones(megabytes << 18)
+    data = torch.ones(megabytes << 18, device=device)
     times = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = now(device)
         data.sum()
-        times.append(time.perf_counter() - started)
+        times.append(now(device) - started)
     return data.nbytes / statistics.median(times)
 
 
@@ -138,7 +137,7 @@ def main(chosen: ModelConfig, options: BreakdownConfig) -> None:
     parts = {name: seconds for name, seconds in middle.items() if name.startswith("round ") and ":" in name}
     layers, head = middle["step verify: layers"], middle["step verify: head"]
     way = "compiled" if model.compiled else "direct" if model.backbone.direct else "view"
-    floor = weights / bandwidth()
+    floor = weights / bandwidth(model.device)
     drafted = exit_layer / model.num_layers * layers + head
     print(f"{loaded.name}, {model.dtype_name}, {way}, exit layer {exit_layer} of "
           f"{model.num_layers}, {k} speculations, {torch.get_num_threads()} threads")  # fmt: skip

@@ -280,6 +280,13 @@ def chart(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def machine() -> str:
+    """What it was measured on."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
 def main(ruler: RulerConfig, run: RunConfig) -> None:
     """Measure our ways of decoding against model.generate, its own speculation and the package economize."""
     if not ruler.without_economize and importlib.util.find_spec("economize") is None:
@@ -292,8 +299,8 @@ def main(ruler: RulerConfig, run: RunConfig) -> None:
             run_model(setting, ruler, log)
     rows = log.finish()
     head = (
-        f"`python {' '.join(['benchmarks/ruler.py', *sys.argv[1:]])}`, {date.today()}, {platform.machine()}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}{', ours compiled' if ruler.compile else ''}"
+        f"`python {' '.join(['benchmarks/ruler.py', *sys.argv[1:]])}`, {date.today()}, {machine()}, "
+        f"torch {torch.__version__}{', ours compiled' if ruler.compile else ''}"
         f"{', weights packed' if ruler.pack_weights else ''}"
     )
     text = markdown(rows, head)

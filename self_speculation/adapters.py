@@ -26,17 +26,18 @@ def save_adapter(folder: Path, adapter: Adapter, model: torch.nn.Module, model_n
     if adapter.token_ids is not None:
         weights["token_ids"] = adapter.token_ids.to(torch.int32).cpu()
     about = {"model": model_name, "fingerprint": fingerprint(model), **asdict(adapter.shape), "trained": trained}
+    drafts = {name: folder / f"{name}.{os.getpid()}.tmp" for name in (WEIGHTS, ABOUT)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (WEIGHTS, ABOUT):
-            draft = folder / f"{name}.{os.getpid()}.tmp"
-            if name == WEIGHTS:
-                draft.write_bytes(save({key: value.contiguous() for key, value in weights.items()}))
-            else:
-                draft.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        drafts[WEIGHTS].write_bytes(save({key: value.contiguous() for key, value in weights.items()}))
+        drafts[ABOUT].write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        for name, draft in drafts.items():
             draft.replace(folder / name)
     except OSError as error:
         raise RunError(f"--save_adapter {folder}: {error.strerror or error}") from None
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
 
 
 def load_adapter(model: SelfSpeculativeModel, name: str | None) -> Adapter:

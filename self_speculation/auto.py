@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import platform
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -26,7 +25,7 @@ import transformers
 from . import distributed
 from .config import UsageError
 from .costs import spread
-from .decoding import decode
+from .decoding import clock, decode
 from .drafters.chain import NoDrafter
 from .files import replacing
 from .forecast import Forecast
@@ -36,7 +35,7 @@ from .prediction import Rounds, simulate
 from .sampling import sample_seed
 from .stopping import Stopper
 
-VERSION = 7  # of what is kept
+VERSION = 8  # of what is kept
 PROMPTS = (
     "Article: The harbour town of Wenlow has opened a bridge for walkers and cyclists, two years later than planned. "
     "It joins the old market to the station and cost eleven million pounds. The mayor said that it would shorten the "
@@ -127,13 +126,13 @@ def predict(
     Args:
         exits: exit layers, none where a skip set or an adapter drafts.
         prompts: token ids.
-        seconds: about how long to take for the texts, and as long again for the costs.
+        seconds: about how long to take for the texts, and as long again for the costs, compiling apart.
     """
     forecast = replace(forecast, config=replace(forecast.config.resolved(), ignore_eos=True))
     model, most = forecast.loaded.model, max(lengths)
     room = model.max_positions - LEAST_TOKENS - most - 1
     prompts = [prompt[: max(1, room)] for prompt in prompts]
-    started = time.perf_counter()
+    started = clock(model)
     cells: list[tuple[int | None, int]] = list(product(exits or (None,), lengths))
     rounds = [Rounds() for _ in cells]
     budget, tokens = LEAST_TOKENS, prompts[0]
@@ -145,8 +144,8 @@ def predict(
         for (exit_layer, length), sums in zip(cells, rounds, strict=True):
             sums += simulate(found, forecast.part(exit_layer), length, seed=number)
         tokens = [*prompt, *decoded.tokens]
-        left = (seconds - (time.perf_counter() - started)) / max(1, len(prompts) - number - 1)
-        speed = budget / max(1e-6, (time.perf_counter() - started) / (number + 1))
+        left = (seconds - (clock(model) - started)) / max(1, len(prompts) - number - 1)
+        speed = budget / max(1e-6, (clock(model) - started) / (number + 1))
         budget = max(LEAST_TOKENS, min(MOST_TOKENS, int(left * speed)))
     ends = sorted({min(exits), max(exits)}) if exits else []
     measured = forecast.costs(tokens, ends, sorted({1, 2, (1 + most) // 2, most}), seconds)

@@ -63,7 +63,7 @@ def run(main: Callable[..., int | None], configs: Sequence[type], argv: Sequence
     `main`'s docstring is the description `--help` prints. Only the first process prints; `--debug` shows tracebacks.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    debug = not {"--debug", "--debug=True", "--debug=true"}.isdisjoint(arguments)
+    debug = _asks_for_debug(arguments)
     _set_up_signals()
     unsaid: str | None = ""  # what the other processes shall say, None where all is well
     try:
@@ -92,6 +92,15 @@ def run(main: Callable[..., int | None], configs: Sequence[type], argv: Sequence
             _ignore_signals()
         distributed.leave(unsaid)
     sys.exit(code)
+
+
+def _asks_for_debug(arguments: Sequence[str]) -> bool:
+    """What `--debug` says, before the command line is understood."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--debug":
+            return following.startswith("--") or following.lower() in ("", "true", "yes", "y", "t", "1")
+    return False
 
 
 def note(message: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .decoding import clock
 from .drafters.base import Context, Draft, Drafter
 from .drafters.layers import LayersDrafter
 from .modeling import KeptStates, SelfSpeculativeModel
@@ -18,6 +19,7 @@ from .sampling import Sampler
 from .stats import now
 
 STEPS = 3  # timed in a row before each round
+LEAST_REPEATS, MOST_REPEATS = 2, 25  # of every kind of round
 
 
 class RoundCosts:
@@ -53,20 +55,16 @@ class Costs(RoundCosts):
 
     Attributes:
         step: one token of autoregressive decoding.
-        head: final norm and head of a draft on one token.
         exits, lengths: where the others were measured.
         draft: [exits][lengths] drafting so many tokens.
         verify: [exits][lengths] verifying them, given the states that drafting kept.
-        context: tokens before the round.
     """
 
     step: float
-    head: float
     exits: tuple[int, ...]
     lengths: tuple[int, ...]
     draft: tuple[tuple[float, ...], ...]
     verify: tuple[tuple[float, ...], ...]
-    context: int
 
     def draft_step(self, part: int, length: int = 1) -> float:
         """Drafting one of `length` tokens with the first `part` layers."""
@@ -96,8 +94,6 @@ def measure_costs(
     lengths: Sequence[int],
     *,
     seconds: float = 5.0,
-    least_repeats: int = 2,
-    most_repeats: int = 25,
 ) -> Costs:
     """Time rounds after `tokens` as the decoding loop plays them, all kinds in turn so that drift hits them alike.
 
@@ -105,18 +101,16 @@ def measure_costs(
         tokens: the text before the round; as long as those that will be decoded.
         drafters: what drafts at each exit layer to measure.
         lengths: draft lengths to measure. Length 1 is always measured.
-        seconds: about how long to go on once everything was timed `least_repeats` times.
+        seconds: about how long to go on, once everything was timed a few times.
     """
     exits, lengths = sorted(drafters), sorted({1, *lengths} - {0})
-    part = time_rounds(model, sampler, tokens, drafters, lengths, seconds, least_repeats, most_repeats)
+    part = time_rounds(model, sampler, tokens, drafters, lengths, seconds)
     return Costs(
         step=part["step", 0, 0],
-        head=part["head", 0, 0],
         exits=tuple(exits),
         lengths=tuple(lengths),
         draft=tuple(tuple(part["draft", e, k] for k in lengths) for e in exits),
         verify=tuple(tuple(part["verify", e, k] for k in lengths) for e in exits),
-        context=len(tokens),
     )
 
 
@@ -127,8 +121,6 @@ def time_rounds(
     drafters: Mapping[Any, LayersDrafter],
     lengths: Sequence[int],
     seconds: float,
-    least_repeats: int = 2,
-    most_repeats: int = 25,
 ) -> dict[tuple[str, Any, int], float]:
     """Times of ("step", 0, 0), ("head", 0, 0) and, for each name of a drafter and each length, ("draft", name, length)
     and ("verify", name, length).
@@ -145,9 +137,9 @@ def time_rounds(
         drafter.start(context)
     steps: list[float] = []
     ratios: dict[tuple[str, Any, int], list[float]] = defaultdict(list)  # to the steps just before
-    begun = now(model.device)
-    for repeat in range(most_repeats + 1):
-        if repeat > least_repeats and (now(model.device) - begun) / repeat * (repeat + 1) > seconds:
+    begun = clock(model)
+    for repeat in range(MOST_REPEATS + 1):
+        if repeat > LEAST_REPEATS and (clock(model) - begun) / repeat * (repeat + 1) > seconds:
             break
         if repeat == 1:  # the first repeat warmed up
             steps.clear()
@@ -160,7 +152,7 @@ def time_rounds(
                 [(draft, verify)] = _in_a_row(context, drafter, length, 1)
                 ratios["draft", name, length].append(draft / near)
                 ratios["verify", name, length].append(verify / near)
-        ratios["head", 0, 0].append(_time_head(context, drafter) / near)
+                ratios["head", 0, 0].append(_time_head(context, drafter) / near)
     step = median(steps)
     times = {("step", 0, 0): step, **{kind: step * median(values) for kind, values in ratios.items()}}
     for name in drafters:

@@ -76,17 +76,17 @@ def load(config: DataConfig, seed: int) -> tuple[list[Example], list[str]]:
     chosen = order[: config.num_samples]
     if config.num_samples and len(chosen) < config.num_samples:
         notes.append(f"{config.dataset} has {len(chosen)} examples, {config.num_samples} were asked for")
-    return [_example(ids[i], rows[i], source, shots, config.template) for i in chosen], notes
+    return [_example(config.dataset, ids[i], rows[i], source, shots, config.template) for i in chosen], notes
 
 
 def fit(
-    prompt_ids: list[int], max_positions: int | None, max_new_tokens: int, bos_token_id: int | None = None
+    prompt_ids: list[int], max_positions: int, max_new_tokens: int, bos_token_id: int | None = None
 ) -> tuple[list[int], str]:
     """Cut a prompt from the left so that `max_new_tokens` still fit: (ids, note); the note is "" when nothing is cut.
 
     A BOS token at the start stays. Raises `UsageError` when no position is left for a prompt.
     """
-    room = len(prompt_ids) if max_positions is None else max_positions - max_new_tokens
+    room = max_positions - max_new_tokens
     require(room >= 1 or not prompt_ids, "max_steps", max_new_tokens,
             f"leaves no room for a prompt within the model's {max_positions} positions")  # fmt: skip
     if len(prompt_ids) <= room:
@@ -96,9 +96,12 @@ def fit(
     return kept, f"prompt cut from the left, from {len(prompt_ids)} to {room} tokens"
 
 
-def _example(id: str, row: Row, source: Source, shots: str, template: str | None) -> Example:
-    parts = {"reference": None, **source.example(row)}
-    prompt = shots + parts["prompt"]
+def _example(dataset: str, id: str, row: Row, source: Source, shots: str, template: str | None) -> Example:
+    try:
+        parts = {"reference": None, **source.example(row)}
+        prompt = shots + parts["prompt"]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise RunError(f"--dataset {dataset}: row {id} is not of its form ({type(error).__name__}: {error})") from None
     if template is not None:
         prompt = template.replace("{message}", prompt)
         parts["messages"] = None  # the template takes the place of the model's chat template

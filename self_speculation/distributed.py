@@ -49,9 +49,9 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def join(timeout_minutes: float = 60) -> None:
-    """Join the process group: nccl where each process has a GPU of its own (which becomes its current one, where nccl
-    expects what is exchanged), gloo elsewhere. Does nothing for a single process.
+def join() -> None:
+    """Join the process group: gloo, and for what is on GPUs nccl where each process has one of its own (which becomes
+    its current one, where nccl expects what is exchanged). Does nothing for a single process.
 
     From then on a process that dies interrupts the others; see `lost`.
     """
@@ -66,11 +66,11 @@ def join(timeout_minutes: float = 60) -> None:
         own_gpu = gpus >= local_size()
         if own_gpu:
             torch.cuda.set_device(local_rank())
-        backend = "nccl" if own_gpu else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
         _store, number, count = next(dist.rendezvous("env://"))
-        limit = timedelta(minutes=timeout_minutes)
+        limit = timedelta(hours=1)
         dist.init_process_group(backend, store=_store, rank=number, world_size=count, timeout=limit)
-        if not torch.cuda.is_available() and not _threads_were_chosen():
+        if not _threads_were_chosen():
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             torch.set_num_threads(max(1, cores // local_size()))
         with contextlib.suppress(OSError):  # without it the launcher and the next collective operation notice a death

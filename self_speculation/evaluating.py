@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import hub
 from .config import RunError, UsageError, did_you_mean, flag, require, require_choice, require_folder
 from .task_settings import parse_gen_kwargs
 
@@ -140,6 +141,7 @@ def load_tasks(config: EvalConfig) -> Tasks:
         if getattr(task, "MULTIMODAL", False):
             raise UsageError(f"--tasks {name}: the task has images or sound; models here read text only")
         _set_up(task, config)
+        _check_shots(name, task)
     if config.check_integrity:
         _check_integrity(specs)
     return loaded
@@ -224,6 +226,16 @@ def _set_up(task: Any, config: EvalConfig) -> None:
     task.set_fewshot_seed(seed=config.fewshot_random_seed)
 
 
+def _check_shots(name: str, task: Any) -> None:
+    """Raise `UsageError` where a task has too few solved examples; one that is asked itself is none for itself."""
+    shots = task.get_config("num_fewshot")
+    examples = getattr(getattr(task, "sampler", None), "df", None)
+    if not shots or examples is None:
+        return
+    there = len(examples) - (task.fewshot_cfg.split == task.config.test_split)
+    require(shots <= there, "num_fewshot", shots, f"{name} has {there} solved examples to choose from")
+
+
 def _check_integrity(specs: list[str]) -> None:
     from lm_eval.evaluator_utils import run_task_tests
 
@@ -252,7 +264,7 @@ def _explained(spec: str, data: str) -> Iterator[None]:
         named = re.search(r"'([\w.-]+/[\w.-]+)'", text)
         data = data or (named[1] if named else "")
         what = f"task {spec}: data set {data}" if data else f"task {spec}"
-        if "gated" in text.lower() or "401" in text or "403" in text:
+        if hub.restricted(text):
             raise RunError(f"{what}: access is restricted; ask for it on the data set's page on the Hugging Face hub, "
                            "then run `hf auth login`") from error  # fmt: skip
         if isinstance(error, ConnectionError) or any(

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -91,6 +92,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Any]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(draft)
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` when the block ends well."""
+    draft = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    except OSError as error:
+        raise RunError(f"cannot write {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ class Generator:
             **self.drafter.columns(),
             "model": self.loaded.name,
             "dtype": model.dtype_name,
-            "device": str(model.device),
+            "device": model.device.type,
             "compile": model.compiled and config.batch_size == 1,
             "seed": self.seed,
         }

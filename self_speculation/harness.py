@@ -24,11 +24,11 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import simple_parse_args_string
 
 from . import cli, distributed
-from .config import GenerationConfig, ModelConfig, RunError, UsageError, require
+from .config import GenerationConfig, ModelConfig, RunError, UsageError, from_options, require
 from .decoding import Decoded
 from .generation import Generator
-from .loading import Loaded, load
-from .responses import ResponseCache, fingerprint
+from .loading import Loaded, fingerprint, load
+from .responses import ResponseCache
 from .task_settings import FIELDS, combined, explicit_level, level, unknown
 
 Row = dict[str, Any]
@@ -73,8 +73,8 @@ class SelfSpeculativeLM(HFLM):
         self.responses: ResponseCache | None = None
         self._told: set[str] = set()
         if use_cache:
-            key = fingerprint(loaded.model.hf_model, loaded.name, str(self.device), _settings(self.generator))
-            self.responses = ResponseCache(use_cache, key)
+            about = (fingerprint(loaded.model.hf_model), loaded.name, loaded.model.dtype_name, self.device.type)
+            self.responses = ResponseCache(use_cache, json.dumps([*about, _settings(self.generator)]))
             self.set_cache_hook(self.responses)
 
     @classmethod
@@ -298,13 +298,16 @@ def create(arg_dict: dict, additional_config: dict | None = None) -> SelfSpecula
     seed = int(given.pop("seed", 42))
     given.pop("max_batch_size", None)
     if "batch_size" in given:  # lm-eval may hand it on as text
-        given["batch_size"] = int(given["batch_size"])
+        text = str(given["batch_size"])
+        require(text.isdecimal(), "batch_size", text, "must be a number of prompts")
+        given["batch_size"] = int(text)
     names = [{field.name for field in fields(kind)} for kind in (ModelConfig, GenerationConfig)]
     for name in given:
         if name not in names[0] | names[1]:
             raise UsageError(f"--model_args {name}: choose from pretrained, {', '.join(sorted(names[0] | names[1]))}")
     model, generation = ({name: given[name] for name in given if name in known} for known in names)
-    return SelfSpeculativeLM(load(ModelConfig(**model)), GenerationConfig(**generation), seed=seed, notify=cli.note)
+    loaded = load(from_options(ModelConfig, model))
+    return SelfSpeculativeLM(loaded, from_options(GenerationConfig, generation), seed=seed, notify=cli.note)
 
 
 def main() -> None:

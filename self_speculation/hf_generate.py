@@ -21,6 +21,7 @@ from .config import GenerationConfig, UsageError, from_options
 from .decoding import decode
 from .drafters import make_drafter
 from .generation import DEFAULT_SPECULATIONS
+from .loading import end_ids
 from .modeling import SelfSpeculativeModel
 from .nucleus import without_sorting
 from .sampling import Sampler
@@ -58,7 +59,7 @@ class CustomGenerate:
             if name in settings:
                 raise UsageError(f"custom_generate({name}=...): this is for model.generate's own arguments to say")
         config = from_options(GenerationConfig, {"generation_strategy": "self_speculative", **settings})
-        drafters = config.drafters() or (("skip_layer",) if any(config.skipped()) else ("early_exit",))
+        drafters = config.drafters() or (config.usual_drafter(),)
         if "early_exit" in drafters and config.exit_layer == -1:
             raise UsageError("custom_generate: early_exit needs exit_layer=1 to L-1 for a model of L layers")
         if config.draft_vocabulary:
@@ -68,6 +69,7 @@ class CustomGenerate:
         values = {**vars(config), "drafter": "+".join(drafters), "num_speculations": length}
         self.config = GenerationConfig(**values)
         self.model: SelfSpeculativeModel | None = None
+        self.known: tuple[Any, torch.device, torch.dtype] | None = None  # that `model` was made of
         self.stats = Stats()
 
     def __call__(
@@ -89,16 +91,19 @@ class CustomGenerate:
             Unsupported: the architecture cannot be split at its layers.
         """
         _check(input_ids, generation_config, model_kwargs)
-        if self.model is None or self.model.hf_model is not model:
-            self.model = SelfSpeculativeModel(model)
+        known = (model, model.device, model.dtype)
+        if self.model is None or self.known != known:
+            self.known, self.model = known, SelfSpeculativeModel(model)
             self.drafter = make_drafter(self.config, self.model)
         prompt = input_ids[0].tolist()
         stopper = CriteriaStopper(
             stopping_criteria, prompt, budget=generation_config.max_length - len(prompt),
-            eos_ids=_ids(generation_config.eos_token_id), device=input_ids.device,
+            eos_ids=end_ids(generation_config.eos_token_id, None), device=input_ids.device,
         )  # fmt: skip
         if stopper.budget > 0:
-            sampler = ProcessorSampler(logits_processor, greedy=not generation_config.do_sample, device=model.device)
+            sampler = ProcessorSampler(
+                logits_processor, greedy=not generation_config.do_sample, device=self.model.device
+            )
             self.stats = decode(
                 self.model, self.drafter, prompt, sampler=sampler, stopper=stopper,
                 num_speculations=self.config.num_speculations,
@@ -174,9 +179,3 @@ def _check(input_ids: torch.Tensor, config: transformers.GenerationConfig, model
     others = sorted(name for name, value in model_kwargs.items() if value is not None and name not in usual)
     if others:
         raise UsageError(f"custom_generate: the argument {others[0]} cannot be followed while drafting")
-
-
-def _ids(eos: int | Sequence[int] | None) -> Sequence[int]:
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)

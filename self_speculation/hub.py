@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 import socket
 import sys
 import urllib.request
 from urllib.parse import urlsplit
 
 SECONDS = 5.0  # to wait for a connection
+_RESTRICTED = re.compile(r"\bgated\b|\b40[13] (client error|forbidden|unauthorized)", re.IGNORECASE)
 
 
 @functools.cache
@@ -29,3 +31,8 @@ def go_offline_if_unreachable() -> None:
         constants.HF_HUB_OFFLINE = True
         if (datasets := sys.modules.get("datasets")) is not None:  # it has copied the constant
             datasets.config.HF_HUB_OFFLINE = True
+
+
+def restricted(error: str) -> bool:
+    """Whether the text of an error says that the hub gives something to some only."""
+    return _RESTRICTED.search(error) is not None

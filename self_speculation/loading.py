@@ -78,8 +78,8 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
         RunError: the model cannot be had or read, in one line that says what to do.
         UsageError: a setting that cannot be used.
     """
-    if not isinstance(config, ModelConfig):
-        config = from_options(ModelConfig, {"model": config, **settings})
+    given = vars(config) if isinstance(config, ModelConfig) else {"model": config}
+    config = from_options(ModelConfig, {**given, **settings})
     name = config.model or DEFAULT_MODEL
     source = locate(name)
     device = choose_device(config.device)
@@ -88,9 +88,9 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     with _explained(name):
-        settings = {"revision": config.revision} if config.revision else {}
-        tokenizer = AutoTokenizer.from_pretrained(source, **settings)
-        model_config = AutoConfig.from_pretrained(source, **settings)
+        revision = {"revision": config.revision} if config.revision else {}
+        tokenizer = AutoTokenizer.from_pretrained(source, **revision)
+        model_config = AutoConfig.from_pretrained(source, **revision)
         result: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=choose_dtype(config.dtype, device, model_config),
@@ -98,7 +98,7 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
             output_loading_info=True,
             **({"attn_implementation": config.attn_implementation} if config.attn_implementation else {}),
             **placing,
-            **settings,
+            **revision,
             **extra,
         )
         model, report = result
@@ -215,7 +215,8 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError:
         raise UsageError(f"--device {name}: write auto, cpu, cuda, cuda:N or mps") from None
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not available.get(device.type, False):
+    known = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+    if not (available.get(device.type, False) and known):
         raise UsageError(f"--device {name}: there is no such device here")
     return device
 
@@ -314,13 +315,13 @@ def _explained(name: str) -> Iterator[None]:
         raise
     except ModuleNotFoundError as error:
         raise RunError(f"{name}: loading it needs the package {error.name}; pip install {error.name}") from error
-    except TypeError as error:
-        raise UsageError(f"--model_args: {error}") from error
     except Exception as error:
         text = " ".join(str(error).split())
+        if isinstance(error, TypeError) and "argument" in text:
+            raise UsageError(f"--model_args: {text[:300]}") from error
         if "attn_implementation" in text or "FlashAttention" in text:
             raise UsageError(f"--attn_implementation: {text[:300]}") from error
-        if "gated" in text.lower() or "401" in text or "403" in text:
+        if hub.restricted(text):
             raise RunError(
                 f"{name}: access is restricted; ask for it on the model's page on the Hugging Face hub, then run "
                 "`hf auth login`, or give --model a local copy of the folder"

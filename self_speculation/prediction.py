@@ -229,7 +229,7 @@ def _states(
     ids, hidden, start, states = model.ids(text), None, 0, []
     for stop in [*exits, model.num_layers]:
         hidden = model.run(ids, cache, 0, start=start, stop=stop, hidden=hidden)
-        states.append(hidden[0, first:])
+        states.append(hidden[0, first:].to(model.device))  # exits may be on several (`device_map`)
         start = stop
     return torch.stack(states)
 

@@ -158,14 +158,22 @@ class RunLog:
         try:
             yield
         except BaseException as error:
-            files = [Path(file) for file in glob.glob(f"{glob.escape(str(self.stem))}[._]*")]
+            files = self._files()
             refused = isinstance(error, (UsageError, RunError)) and not hasattr(error, "failed_rank")
             if not refused or self.resumed or any(file.stat().st_size for file in files if file.suffix != ".json"):
                 notify(go_on or f"rows are kept; go on with --resume {self.path}")
             elif distributed.is_main():
-                for file in files:
-                    file.unlink()
+                self.withdraw()
             raise
+
+    def withdraw(self) -> None:
+        """Remove the run's files."""
+        for file in self._files():
+            file.unlink()
+
+    def _files(self) -> list[Path]:
+        """All files of the run."""
+        return [Path(file) for file in glob.glob(f"{glob.escape(str(self.stem))}[._]*")]
 
     def append_run(self, *rows: Row) -> None:
         """`append_run` beside this run's table, with the columns of `identity` filled in."""
@@ -224,7 +232,7 @@ def append_run(output_dir: str | os.PathLike[str], *rows: Row) -> None:
     path = Path(output_dir, "runs.csv")
     ids = {as_text(row.get("run_id")) for row in rows}
     with one_line_errors(f"cannot write {path}"), FileLock(path.with_name(".runs.lock")), uninterrupted():
-        before = [row for row in read_csv(path) if as_text(row["run_id"]) not in ids] if path.exists() else []
+        before = [row for row in read_csv(path) if as_text(row.get("run_id")) not in ids] if path.exists() else []
         cells = [{name: as_cell(row.get(name)) for name in RUN_COLUMNS} for row in rows]
         write_csv(path, RUN_COLUMNS, before + cells)
 

@@ -10,11 +10,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from . import distributed
 from .config import RunError
-from .loading import whole_weights
 
 
 class ResponseCache:
@@ -61,13 +58,3 @@ class ResponseCache:
 
     def _hash(self, kind: str, request: Iterable[Any]) -> str:
         return hashlib.sha256(json.dumps([self.key, kind, *request], default=str).encode()).hexdigest()
-
-
-def fingerprint(model: torch.nn.Module, *settings: Any) -> str:
-    """A text that differs for other weights (a few values of each parameter are looked at) and other settings."""
-    digest = hashlib.sha256(json.dumps(settings, default=str, sort_keys=True).encode())
-    for name, parameter in whole_weights(model):
-        values = parameter.detach().flatten()
-        some = values[:: max(1, len(values) // 16)][:17].float().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}{some.tolist()}".encode())
-    return digest.hexdigest()

@@ -70,10 +70,10 @@ class Sampler:
 
         Row i is the position after `prefix + block[:i]`.
         """
-        if self.greedy and not self.history and self._exists(logits):
+        if self.greedy and not self.history and self._all_exist(logits):
             return logits
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if not self._exists(logits):
+        if not self._all_exist(logits):
             scores = scores.clone() if scores is logits else scores
             scores[:, self.vocab_limit :] = -torch.inf
         if self.history:
@@ -107,7 +107,7 @@ class Sampler:
             return accept_greedy(greedy_tokens(scores), draft)
         return speculative_sample(distribution(scores), draft, draft_probs, self.generator)
 
-    def _exists(self, logits: torch.Tensor) -> bool:
+    def _all_exist(self, logits: torch.Tensor) -> bool:
         return self.vocab_limit is None or self.vocab_limit >= logits.shape[-1]
 
 
@@ -201,8 +201,8 @@ def speculative_sample(
         p = target[rows, ids]
         q = torch.ones_like(p) if draft_probs is None else draft_probs[rows, ids]
         uniform = torch.rand(len(draft), generator=generator, device=target.device, dtype=p.dtype)
-        rejected = (uniform * q >= p).nonzero()
-        accepted = int(rejected[0]) if len(rejected) else accepted
+        rejected = (uniform * q >= p).tolist()  # one transfer from the device
+        accepted = rejected.index(True) if True in rejected else accepted
     final = target[accepted]
     if accepted < len(draft):
         final = residual(final, draft[accepted], None if draft_probs is None else draft_probs[accepted])

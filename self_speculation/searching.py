@@ -17,7 +17,7 @@ from .config import GenerationConfig, RunError, UsageError, require
 from .costs import spread
 from .decoding import Decoded
 from .drafters.layers import SkipLayerDrafter
-from .generation import DEFAULT_SPECULATIONS, Generator
+from .generation import ADAPTIVE_SPECULATIONS, DEFAULT_SPECULATIONS, Generator
 from .loading import Loaded, fingerprint
 from .modeling import SkipSet
 from .prediction import read
@@ -33,7 +33,7 @@ STARTS = 8  # sizes of each kind of starting sets
 LARGEST_START = 0.8  # of all sub-layers
 LEAST_HARM = 0.002  # taken for sub-layers that do none on the texts
 COST_SECONDS = 8.0
-VERSION = 2  # of what the values of a study mean
+VERSION = 3  # of what the values of a study mean
 
 
 def base_config(config: GenerationConfig, search: SearchConfig) -> GenerationConfig:
@@ -47,7 +47,8 @@ def base_config(config: GenerationConfig, search: SearchConfig) -> GenerationCon
         config.exit_layer == -1, "exit_layer", config.exit_layer, "a search is for skip_layer, which runs to the end"
     )
     require(config.num_speculations != 0, "num_speculations", 0, "a search needs drafts; -1 chooses the number")
-    require(config.max_steps != 1, "max_steps", 1, "the first token is never drafted; allow more")
+    require(config.max_steps not in (1, 2), "max_steps", config.max_steps,
+            "neither the first nor the last token is drafted; allow more")  # fmt: skip
     require(config.batch_size == 1, "batch_size", config.batch_size, "a search is for one prompt at a time")
     for name in ("skip_attn_layers", "skip_mlp_layers", "skip_layers"):
         require(getattr(config, name) is None, name, getattr(config, name), "a search finds this")
@@ -76,13 +77,22 @@ class Task:
     seed: int
 
     @property
-    def lengths(self) -> list[int]:
-        """Numbers of speculations to choose from."""
+    def length(self) -> int:
+        """The number of speculations where none is to be chosen."""
         if self.config.num_speculations != -1:
-            return [self.config.num_speculations]
-        if self.search.objective == "acceptance":  # which the shortest drafts would always win
-            return [DEFAULT_SPECULATIONS["skip_layer"]]
-        return list(range(1, self.search.most_speculations + 1))
+            return self.config.num_speculations
+        if self.config.adaptive_draft_exit:
+            return ADAPTIVE_SPECULATIONS[self.config.draft_exit_rule]
+        return DEFAULT_SPECULATIONS["skip_layer"]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Numbers of speculations to choose from. By acceptance the shortest drafts would always win, and decoding
+        every candidate with every number would take too long."""
+        search = self.search
+        if self.config.num_speculations != -1 or (search.objective, search.objective_mode) != ("speed", "score"):
+            return [self.length]
+        return list(range(1, search.most_speculations + 1))
 
     @property
     def plain(self) -> Stats:
@@ -274,10 +284,8 @@ def make_evaluate(task: Task, scorer: SkipScorer) -> Callable[[SkipSet], Score]:
     """How candidates are scored."""
     if task.search.objective_mode == "score":
         return scorer
-    length = task.config.num_speculations
-    if length == -1 and not task.config.adaptive_draft_exit:
-        length = DEFAULT_SPECULATIONS["skip_layer"]
-    generator = Generator(task.loaded, with_skip(task.config, SkipSet.of(attn=[0]), length), seed=task.seed)
+    config = with_skip(task.config, SkipSet.of(attn=[0]), task.length)
+    generator = Generator(task.loaded, config, seed=task.seed)
     return lambda skip: generate_score(task, generator, skip)
 
 

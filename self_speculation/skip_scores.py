@@ -125,7 +125,6 @@ class SkipCosts(RoundCosts):
         attn, mlp, layer: [lengths] what that saves for each layer whose attention, MLP, or both are skipped.
         verify: [lengths] verifying so many tokens with all layers.
         verify_kept: [lengths] the same after a draft with nothing skipped, whose states verification goes on from.
-        context: tokens before the round.
         layers: of the model.
     """
 
@@ -138,7 +137,6 @@ class SkipCosts(RoundCosts):
     layer: tuple[float, ...]
     verify: tuple[float, ...]
     verify_kept: tuple[float, ...]
-    context: int
     layers: int
 
     def draft_step(self, part: SkipSet, length: int = 1) -> float:
@@ -190,7 +188,7 @@ def measure_skip_costs(
     kept = tuple(took["verify", "draft", length] for length in lengths)
     return SkipCosts(
         took["step", 0, 0], took["head", 0, 0], tuple(lengths), tuple(draft), attn, mlp, layer, verify, kept,
-        len(tokens), model.num_layers,
+        model.num_layers,
     )  # fmt: skip
 
 

@@ -68,10 +68,11 @@ def break_even_report(rows: Sequence[Row]) -> str:
     """The break-even table for reading."""
     lines = ["   K  draft step  verification  acceptance needed  reached  predicted speed-up"]
     for row in rows:
+        reached = "none" if row["acceptance_reached"] is None else f"{row['acceptance_reached']:.1%}"
         lines.append(
             f"{row['num_speculations']:>4}{row['draft_step'] / row['step']:>12.2f}"
             f"{row['verification'] / row['step']:>14.2f}{row['acceptance_needed']:>19.1%}"
-            f"{row['acceptance_reached']:>9.1%}{row['predicted_speedup']:>20.2f}"
+            f"{reached:>9}{row['predicted_speedup']:>20.2f}"
         )
     lines.append("(draft step and verification in steps of the whole model)")
     return "\n".join(lines)

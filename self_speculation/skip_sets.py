@@ -12,9 +12,10 @@ FOLDER = Path(__file__).resolve().parent.parent / "data" / "skip_sets"
 
 def ready_set(loaded: Loaded) -> Path | None:
     """The file of the set found for these very weights, None if there is none."""
+    mine = fingerprint(loaded.model.hf_model)
     for path in sorted(FOLDER.glob("*.json")):
         try:
-            if json.loads(path.read_text(encoding="utf-8")).get("fingerprint") == fingerprint(loaded.model.hf_model):
+            if json.loads(path.read_text(encoding="utf-8")).get("fingerprint") == mine:
                 return path
         except (OSError, ValueError, AttributeError):
             continue

@@ -14,7 +14,7 @@ from folders import save_tiny_model, tiny_llama
 from safetensors.torch import load_file
 
 import train
-from self_speculation import adapters, cli, load
+from self_speculation import adapters, cli, custom_generate, load
 from self_speculation.adapters import load_adapter, save_adapter
 from self_speculation.config import GenerationConfig, ModelConfig, RunConfig, RunError, UsageError
 from self_speculation.decoding import DraftAlone
@@ -103,6 +103,16 @@ def test_a_trained_adapter_drafts_better_and_changes_nothing(work, trained):
     assert rows[-1]["split"] == "held_out" and float(rows[-1]["agreement"]) > 0
     assert list((work / "trained").glob("*.png"))
     assert len({path.stat().st_mode for path in trained.iterdir() if path.is_file()}) == 1  # whom one may read, all may
+
+
+def test_inside_model_generate(work, trained):
+    loaded = load(str(work / "model"), dtype="float32")
+    ids = loaded.model.ids(loaded.encode("line 3 of"))
+    settings = {"do_sample": False, "max_new_tokens": 20}
+    drafting = custom_generate(adapter=str(trained))
+    ours = loaded.model.hf_model.generate(ids, custom_generate=drafting, **settings)
+    assert torch.equal(ours, loaded.model.hf_model.generate(ids, **settings))
+    assert drafting.stats.drafted
 
 
 def test_training_resumes_to_the_same_numbers(work, trained):

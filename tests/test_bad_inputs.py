@@ -183,6 +183,7 @@ USAGE = [
     ("eval", f"{TASK} --random_seed -1", "--random_seed -1"),
     ("eval", f"{TASK} --numpy_random_seed 99999999999", "--numpy_random_seed 99999999999"),
     ("eval", f"{TASK} --max_steps 5000", "--max_steps 5000"),
+    ("eval", f"{TASK} --num_fewshot 10000", "--num_fewshot 10000: local_math has 2 solved examples"),
     ("eval", f"{TASK} --batch_size 0", "--batch_size 0"),
     ("eval", f"{TASK} --fewshot_as_multiturn True", "--apply_chat_template"),
     # training
@@ -226,6 +227,8 @@ RUN = [
     ("generate", f"{ONE} {SPEC} --skip_layers TMP/text.txt", "--skip_layers"),
     ("benchmark", "--dataset top_v2 --data_path TMP/nowhere", "--data_path"),
     ("benchmark", "--dataset top_v2 --data_path TMP/wrong.jsonl", "column"),
+    ("benchmark", "--dataset sharegpt_gpt4 --data_path TMP/roles.jsonl", "row 0 is not of its form"),
+    ("benchmark", "--dataset mt_bench --data_path TMP/roles.jsonl", "--dataset mt_bench: row 0 is not of its form"),
     ("benchmark", "--dataset custom_jsonl --data_path TMP/torn.jsonl", "torn.jsonl"),
     ("benchmark", "--dataset custom_jsonl --data_path TMP/number.jsonl", "prompt is 5; it must be a text"),
     ("benchmark", "--dataset custom_jsonl --data_path TMP/wrong.jsonl --prompt_field a", "a is 1; it"),
@@ -271,6 +274,7 @@ def places(tmp_path_factory) -> dict[str, str]:
     (tmp / "number.jsonl").write_text('{"prompt": "a"}\n{"prompt": 5}\n')
     (tmp / "surrogate.jsonl").write_text('{"prompt": "a \\ud800"}\n')
     (tmp / "nothing.jsonl").write_text("")
+    (tmp / "roles.jsonl").write_text('{"conversations": [{"role": "user", "content": "a"}], "prompt": []}\n')
     (tmp / "folder").mkdir()
     (tmp / "torn.jsonl").write_text('{"prompt": "a"}\n{"prom')
     (tmp / "wrong.gguf").write_bytes(b"\xff\xfe\x00hello")

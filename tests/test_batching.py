@@ -11,7 +11,8 @@ from self_speculation.batching import decode_batch
 from self_speculation.config import GenerationConfig
 from self_speculation.decoding import DraftAlone, Text
 from self_speculation.drafters import Drafter
-from self_speculation.modeling import Batch, why_not
+from self_speculation.modeling import Batch, SelfSpeculativeModel, why_not
+from self_speculation.modeling.compiled import Compiled
 from self_speculation.sampling import Sampler
 from self_speculation.stopping import Stopper
 from tests import tiny
@@ -261,3 +262,12 @@ def test_a_batch_has_no_more_rows_than_there_are_prompts(monkeypatch):
     assert together(model, 100_000, texts(model, "early_exit", prompts=(3, 5, 4)))
     assert together(model, 2, texts(model, "early_exit", prompts=(3, 5, 4)))
     assert sizes == [3, 2]
+
+
+@pytest.mark.parametrize("drafter", ["adapter", "early_exit"])
+def test_compiled_models_decode_batches_too(drafter, monkeypatch):
+    """An adapter behind an exit drafts row by row, and a row's tensors move where the batch grows or a row ends."""
+    monkeypatch.setattr(Compiled, "backend", "eager")
+    model = SelfSpeculativeModel(tiny.hf_model("llama", torch.float64))
+    model.compile()
+    assert together(model, 3, texts(model, drafter)) == one_by_one(tiny.split("llama"), drafter)

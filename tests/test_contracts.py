@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from self_speculation.modeling import KVCache, SelfSpeculativeModel
 from self_speculation.modeling.backbone import Slots
@@ -129,18 +129,6 @@ def test_a_cache_hands_keys_and_values_to_the_layer_of_that_index():
         got, values = cache.update(new, -new, index)
         assert got.shape[2] == seen and torch.equal(got, -values) and torch.equal(got[:, :, -1:], new)
     assert cache.get_seq_length() == 6
-
-
-@pytest.mark.parametrize("dropped", (1, 2, 5))
-def test_crop_with_a_negative_count_drops_that_many(dropped):
-    keys = torch.zeros(1, 1, 6, 2)
-    ours, theirs = KVCache([None], 8), DynamicCache()
-    for cache in (ours, theirs):
-        cache.update(keys, keys, 0)
-    ours.position = 6
-    for cache in (ours, theirs):
-        cache.crop(-dropped)
-        assert cache.get_seq_length() == 6 - dropped
 
 
 @pytest.mark.parametrize("family", ("llama", "gemma2", "qwen3_sliding"))

@@ -8,7 +8,9 @@ import torch
 from self_speculation import distributed
 
 
-@pytest.mark.parametrize(("gpus", "backend", "current"), [(0, "gloo", []), (1, "gloo", []), (2, "nccl", [1])])
+@pytest.mark.parametrize(
+    ("gpus", "backend", "current"), [(0, "gloo", []), (1, "gloo", []), (2, "cpu:gloo,cuda:nccl", [1])]
+)
 def test_nccl_only_where_each_process_has_its_own_gpu(gpus, backend, current, monkeypatch):
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))

@@ -15,8 +15,9 @@ import pytest
 from self_speculation import cli
 from tests.runs import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "DOCKER.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
-         *sorted((ROOT / "data").rglob("*.md")), *sorted((ROOT / "checkpoints").rglob("*.md"))]  # fmt: skip
+PAGES = [ROOT / "README.md", ROOT / "README.zh-TW.md", ROOT / "DOCKER.md", ROOT / "CONTRIBUTING.md",
+         *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "data").rglob("*.md")),
+         *sorted((ROOT / "checkpoints").rglob("*.md"))]  # fmt: skip
 CANNOT_RUN = {
     "facebook/": "a gated model of the hub",
     "meta-llama/": "a gated model of the hub",

@@ -136,6 +136,12 @@ def test_prompt_files_and_standard_input(run, tmp_path, monkeypatch):
     assert run("--prompt_file", "-", "--max_steps", "2")[0] == 0
 
 
+def test_no_prompt_leaves_no_files(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run("--max_steps", "2")[0] == 0
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
 def test_interactive_blocks_end_with_an_empty_line(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond line\n\n\nnext\n"))
     code, _, _ = run("--max_steps", "2", "--chat")
@@ -205,6 +211,11 @@ def test_debug_shows_the_traceback(folder, monkeypatch):
         cli.run(
             script.main, (ModelConfig, GenerationConfig, script.PromptConfig, RunConfig), ["--debug", "--top_p", "0"]
         )
+
+
+def test_debug_may_be_refused(run):
+    code, _, err = run("--debug", "False", "--top_p", "0")
+    assert code == 2 and err.count("\n") == 1
 
 
 def test_help_names_every_flag(capsys, monkeypatch):

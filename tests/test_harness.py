@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from self_speculation import distributed
 from self_speculation.config import GenerationConfig, UsageError
-from self_speculation.harness import SelfSpeculativeLM
+from self_speculation.harness import SelfSpeculativeLM, create
 from self_speculation.loading import DEFAULT_MODEL, load
 from self_speculation.task_settings import combined, explicit_level, level, parse_gen_kwargs, stop_strings
 from tests.evaluation import STRATEGIES, make, run_local
@@ -287,3 +287,17 @@ def test_a_failure_elsewhere_is_reported_by_the_main_process(loaded, monkeypatch
     monkeypatch.setattr(distributed, "gather", lambda value: [value, failed])
     with pytest.raises(UsageError, match="process 1"):
         texts(make(loaded), ("hello", {"until": [], "max_gen_toks": 2}))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"batch_size": "auto"}, "--batch_size auto: must be a number"),
+        ({"exit_layer": "abc"}, "exit_layer 'abc': must be a whole number"),
+        ({"stop_words": "foo"}, "stop_words 'foo'"),
+        ({"nonsense": 1}, "--model_args nonsense"),
+    ],
+)
+def test_lm_evals_own_arguments_are_checked(folder, given, says):
+    with pytest.raises(UsageError, match=says):
+        create({"pretrained": str(folder), **given})

@@ -8,7 +8,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 from self_speculation import custom_generate
 from self_speculation.config import UsageError
-from tests.tiny import hf_model, prompt_ids
+from tests.tiny import hf_model, new_hf_model, prompt_ids
 
 WAYS = {
     "early_exit": {"exit_layer": 2, "num_speculations": 4},
@@ -178,3 +178,12 @@ def test_settings_are_checked_at_once(settings, message):
 def test_an_exit_that_the_model_does_not_have_is_refused():
     with pytest.raises(UsageError, match="between 1 and 5"):
         hf_model(MODEL).generate(ids(), max_new_tokens=4, custom_generate=custom_generate(exit_layer=6))
+
+
+def test_a_model_that_was_moved_or_cast_is_split_anew():
+    model, own = new_hf_model(MODEL), custom_generate(**WAYS["early_exit"])
+    given = {"do_sample": False, "max_new_tokens": 12}
+    model.generate(ids(), custom_generate=own, **given)
+    model.float()
+    ours = model.generate(ids(), custom_generate=own, **given)
+    assert torch.equal(ours, model.generate(ids(), **given)) and own.model.dtype is torch.float32

@@ -41,3 +41,17 @@ def test_an_unreachable_hub_means_offline(hub_at):
 def test_a_proxy_decides_for_itself(hub_at, monkeypatch):
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://127.0.0.1:9"})
     assert hub_at(9) is False
+
+
+@pytest.mark.parametrize(
+    ("error", "restricted"),
+    [
+        ("401 Client Error. (Request ID: x) Cannot access gated repo for url ...", True),
+        ("You are trying to access a gated repo.", True),
+        ("403 Forbidden: please enable access", True),
+        ("CUDA out of memory. Of the allocated memory 401.69 MiB is free", False),
+        ("shape [4016, 403] is aggregated", False),
+    ],
+)
+def test_what_is_restricted(error, restricted):
+    assert hub.restricted(error) is restricted

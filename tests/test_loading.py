@@ -192,3 +192,7 @@ def test_smollm2_is_token_identical_on_human_eval():
         for drafter in ("early_exit", "prompt_lookup"):
             ours = generate(model, ids, generation_strategy="self_speculative", drafter=drafter, **settings)
             assert ours.tokens == expected, problem["task_id"]
+
+
+def test_settings_change_a_configuration(folder):
+    assert load(ModelConfig(model=str(folder), dtype="float32"), dtype="float64").model.dtype is torch.float64

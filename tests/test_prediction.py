@@ -114,7 +114,7 @@ def test_rounds_worked_out_by_hand():
 
 
 def test_costs_between_measured_points_and_break_even():
-    costs = Costs(10.0, 1.0, (2, 6), (1, 3), ((2.0, 6.0), (6.0, 18.0)), ((8.0, 10.0), (4.0, 6.0)), 100)
+    costs = Costs(10.0, (2, 6), (1, 3), ((2.0, 6.0), (6.0, 18.0)), ((8.0, 10.0), (4.0, 6.0)))
     assert costs.draft_step(4) == 4 and costs.verification(4, 2) == 7 and costs.round(4, 2) == 15
     assert costs.round(4, 0) == 10 and costs.break_even(4, 2) == 0.25
     rounds = Rounds(rounds=10, drafted=20, accepted=5, decode_tokens=15)
@@ -125,9 +125,9 @@ def test_costs_between_measured_points_and_break_even():
 
 def test_costs_are_measured(loaded):
     drafters = {5: EarlyExitDrafter(5), 1: EarlyExitDrafter(1)}
-    costs = measure_costs(loaded.model, Sampler(GREEDY), [1, 2, 3], drafters, [1, 4], seconds=0, least_repeats=1)
-    assert costs.exits == (1, 5) and costs.lengths == (1, 4) and costs.context == 3
-    assert all(value > 0 for value in (costs.step, costs.head, *costs.draft[0], *costs.draft[1], *costs.verify[0]))
+    costs = measure_costs(loaded.model, Sampler(GREEDY), [1, 2, 3], drafters, [1, 4], seconds=0)
+    assert costs.exits == (1, 5) and costs.lengths == (1, 4)
+    assert all(value > 0 for value in (costs.step, *costs.draft[0], *costs.draft[1], *costs.verify[0]))
 
 
 def cell(exit_layer, length, speedup):

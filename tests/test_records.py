@@ -223,3 +223,9 @@ def test_a_resumed_run_replaces_its_pooled_rows(tmp_path):
     append_run(tmp_path, {"run_id": "b", "num_samples": 3})
     append_run(tmp_path, {"run_id": "a", "num_samples": 4})
     assert list(pd.read_csv(tmp_path / "runs.csv").num_samples) == [3, 4]
+
+
+def test_a_table_of_runs_that_is_not_ours_is_kept(tmp_path):
+    (tmp_path / "runs.csv").write_text("name,value\na,1\n")
+    append_run(tmp_path, {"run_id": "x"})
+    assert len(pd.read_csv(tmp_path / "runs.csv")) == 2

@@ -10,10 +10,13 @@ import shlex
 import signal
 import subprocess
 import time
+from typing import Any
+from wsgiref.util import setup_testing_defaults
 
 import matplotlib.image
 import numpy as np
 import optuna
+import optuna_dashboard
 import pandas as pd
 import pytest
 
@@ -89,6 +92,15 @@ def test_a_search_leaves_everything_one_needs(searched, capsys):
     assert drafted.accepted.sum() == own.accepted.sum() and drafted.drafted.sum() == own.drafted.sum()
     skipped = drafted.skip_attn.fillna("").astype(str).iloc[0]
     assert skipped.removesuffix(".0") == ",".join(map(str, chosen["attn"]))
+
+
+def test_optunas_dashboard_shows_the_study(searched):
+    statuses: list[str] = []
+    request: dict[str, Any] = {"PATH_INFO": "/api/studies"}
+    setup_testing_defaults(request)
+    app = optuna_dashboard.wsgi(f"sqlite:///{searched[0]}/search.db")
+    answer = b"".join(app(request, lambda status, headers, error=None: statuses.append(status)))
+    assert statuses == ["200 OK"] and len(json.loads(answer)["study_summaries"]) == 1
 
 
 def test_predicted_acceptance_is_that_of_decoding_when_drafts_are_followed_to_their_end(searched):
@@ -287,3 +299,13 @@ def test_processes_and_runs_share_a_study(model, tmp_path):
         found = tables(tmp_path / name, "search")
         assert list(found[""].trial) == list(range(30))
         assert len(found["samples"]) == 6
+
+
+@pytest.mark.parametrize("rule", [{}, {"adaptive_draft_exit": True}])
+def test_candidates_are_decoded_with_drafts_of_usual_length_where_none_is_given(model, tmp_path, rule):
+    """Which may be longer than the longest that scoring would choose from."""
+    few = {**SMALL, "n_trials": 4, "most_speculations": 2}
+    given = arguments(model, tmp_path, **few, objective_mode="generate", ignore_eos=True, **rule)
+    assert call("search", given) == 0
+    evens = tables(tmp_path, "search")["break_even"]
+    assert evens.num_speculations.max() == (12 if rule else 6)

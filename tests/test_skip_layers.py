@@ -206,3 +206,9 @@ def test_the_threshold_is_carried_over_only_when_asked(loaded):
         generator.drafter.draft_exit.start()
         starts.append(generator.drafter.draft_exit.threshold == after)
     assert starts == [False, True]
+
+
+def test_sets_that_take_turns_are_made_once(loaded):
+    sets = [SkipSet.of(attn=[layer]) for layer in (1, 2)]
+    first = [loaded.model.layers_without(skip) for skip in sets]
+    assert all(loaded.model.layers_without(skip) is layers for skip, layers in zip(sets, first, strict=True))

@@ -243,3 +243,16 @@ def test_a_loss_that_is_no_number_ends_the_training(work):
     with pytest.raises(cli.RunError, match="the loss is not a number; lower --learning_rate"):
         run(flags(work, "--learning_rate", "1e30", "--warmup_steps", "0"))
     assert not list(work.rglob("model/config.json"))
+
+
+def test_lora_s_matrices_alone_may_be_trained_by_muon(work):
+    save_tiny_model(work / "tiny")
+    run(flags(work, "--model", str(work / "tiny"), "--lora_rank", "2", "--optimizer", "muon")[2:])
+    assert all(".lora_" in name for name in weights(work)) and len(losses(work)) == 6
+
+
+def test_data_that_cannot_be_read_leaves_nothing_behind(work):
+    (work / "torn.jsonl").write_text('{"text": "a"}\n{"te')
+    with pytest.raises(RunError, match="torn"):
+        run([*flags(work), "--data", str(work / "torn.jsonl")])
+    assert not list((work / "cache").rglob("*.tmp"))

@@ -36,7 +36,7 @@ class LayersDrafter(Drafter):
 
     def logits(self, context: Context, hidden: torch.Tensor) -> torch.Tensor:
         """[1, vocabulary] logits from what `run` returned."""
-        return context.model.head(hidden) if self.head is None else self.head.whole(hidden)
+        return context.model.head(hidden) if self.head is None else self.head.whole(hidden).to(context.model.device)
 
     def keep(self, context: Context, states: list[torch.Tensor]) -> ExitStates | None:
         """What verification can go on from."""

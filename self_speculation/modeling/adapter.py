@@ -87,5 +87,5 @@ class Adapter(nn.Module):
     def mixed(self, backbone: Backbone, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What the linear map of `feature` takes: [B, n, 2 H], embeddings and states by their root mean squares."""
         width = states.shape[-1:]
-        embedded = backbone.decoder.embed_tokens(tokens).to(states.dtype)
+        embedded = backbone.decoder.embed_tokens(tokens).to(states)
         return torch.cat([F.rms_norm(embedded, width), F.rms_norm(states, width)], dim=-1)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .backbone import layer_windows
 from .cache import KVCache, PositionedLayer
+from .direct import layer_windows
 from .masks import as_mask, visible_keys
 from .model import ExitStates, KeptStates, SelfSpeculativeModel
 from .skip import SkipSet

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from .backbone import Backbone, layer_windows, length_dependent_rope
+from .backbone import Backbone
 from .batch import Batch
 from .cache import KVCache
+from .direct import layer_windows, length_dependent_rope
 from .masks import visible_keys
 from .model import SelfSpeculativeModel
 
@@ -34,6 +35,8 @@ def _why_not(model: SelfSpeculativeModel) -> str | None:
         return f"{backbone.family}: rotary embeddings depend on the length of the longest row"
     try:
         same = _same_masks(backbone) and _same_states(model)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
         same = False
     return None if same else f"{backbone.family} computes rows of different length in another way than rows alone"
@@ -51,7 +54,7 @@ def _same_masks(backbone: Backbone) -> bool:
     position = max((window or 0 for window in windows), default=0) + 3
     cache = KVCache([None] * len(windows), 1)
     cache.position = position
-    ids = torch.ones(1, 2, dtype=torch.long, device=backbone.model.device)
+    ids = torch.ones(1, 2, dtype=torch.long, device=backbone.device)
     backbone.forward_slots(ids, cache, visit)
     keys = torch.arange(position + 2, device=ids.device)
     places = torch.tensor([[position], [position + 1]], device=ids.device)

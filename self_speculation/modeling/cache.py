@@ -17,7 +17,6 @@ class PositionedLayer(CacheLayerMixin):
 
     keys: torch.Tensor  # set at the first write
     values: torch.Tensor
-    is_croppable = True
     is_sliding = False  # to transformers every layer is a full one: masks are then right for any position
 
     def __init__(self, cache: KVCache, window: int | None = None):
@@ -85,7 +84,3 @@ class KVCache(Cache):
         self.position = 0
         self.capacity = capacity
         super().__init__(layers=[PositionedLayer(self, window) for window in windows])
-
-    def crop(self, max_length: int) -> None:
-        """Keep the first `max_length` positions, or, when it is negative, drop that many (as transformers does)."""
-        self.position = max_length if max_length >= 0 else max(0, self.position + max_length)

@@ -56,6 +56,8 @@ class Compiled:
         entering = input_ids if hidden is None else hidden
         if position == 0 or not layers or not self._fits(entering):
             return None
+        if type(cache) is not KVCache:
+            return None  # a row of a batch, whose tensors move
         slots: Any = cache.layers[start : start + len(layers)]
         if not all(slot.is_initialized and slot.keys.shape[2] == slots[0].keys.shape[2] for slot in slots):
             return None

@@ -16,6 +16,8 @@ from .compiled import Compiled
 from .draft_head import DraftHead
 from .skip import SkipSet
 
+REMEMBERED_SETS = 16  # of layers with something skipped, so that strategies that take turns make each once
+
 
 @dataclass(frozen=True)
 class ExitStates:
@@ -63,7 +65,7 @@ class SelfSpeculativeModel:
 
     def __init__(self, model: PreTrainedModel):
         self.hf_model = model.eval()
-        self._skipping: tuple[SkipSet, list[torch.nn.Module]] | None = None
+        self._skipping: dict[SkipSet, list[torch.nn.Module]] = {}
         with torch.inference_mode():
             self.backbone = Backbone(self.hf_model)
             self._check_split()
@@ -98,8 +100,7 @@ class SelfSpeculativeModel:
     @property
     def device(self) -> torch.device:
         """Where token ids and logits live; layers may be elsewhere (`device_map`)."""
-        main = getattr(getattr(self.hf_model, "_hf_hook", None), "execution_device", None)
-        return self.hf_model.device if main is None else torch.device(main)
+        return self.backbone.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,10 +146,12 @@ class SelfSpeculativeModel:
         return self.backbone.run(input_ids, cache, position, start, layers[start:stop], hidden)
 
     def layers_without(self, skip: SkipSet) -> list[torch.nn.Module]:
-        """The model's layers without the sub-layers in `skip`; the last set asked for is remembered."""
-        if self._skipping is None or self._skipping[0] != skip:
-            self._skipping = skip, skip.apply(self.backbone.layers)
-        return self._skipping[1]
+        """The model's layers without the sub-layers in `skip`; the last few sets asked for are remembered."""
+        if skip not in self._skipping:
+            if len(self._skipping) == REMEMBERED_SETS:
+                del self._skipping[next(iter(self._skipping))]
+            self._skipping[skip] = skip.apply(self.backbone.layers)
+        return self._skipping[skip]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: [1, n, H] -> logits [n, vocabulary]."""

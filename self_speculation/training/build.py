@@ -106,11 +106,9 @@ def build_optimizers(model: torch.nn.Module, train: TrainConfig) -> list[torch.o
         {"params": others, "weight_decay": train.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=train.learning_rate, betas=(0.9, 0.95), fused=True
-        )
-    ]
+    optimizers: list[torch.optim.Optimizer] = []
+    if groups := [group for group in groups if group["params"]]:
+        optimizers.append(torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, 0.95), fused=True))
     if matrices:
         optimizers.append(
             torch.optim.Muon(matrices, lr=train.muon_learning_rate, weight_decay=train.weight_decay, momentum=0.95)

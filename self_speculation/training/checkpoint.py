@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ..config import RunError
+from ..files import replacing_folder
 from .build import merge_lora
 
 State = dict[str, Any]
@@ -28,7 +28,7 @@ def save_checkpoint(
     the step and the sample alone.
     """
     final = folder / f"step-{step}"
-    with replacing(final) as draft:
+    with replacing_folder(final) as draft:
         save_file({name: p.detach().contiguous() for name, p in trained(model)}, draft / "trained.safetensors")
         torch.save({"optimizers": [o.state_dict() for o in optimizers], "step": step, **state}, draft / "state.pt")
     for other in folder.glob("step-*"):
@@ -65,7 +65,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any, dtype: torch.dtype) -> 
         model.set_attn_implementation("sdpa")
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / ".written") as draft:
+    with replacing_folder(folder / ".written") as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
     for file in (folder / ".written").iterdir():
@@ -76,19 +76,3 @@ def save_model(folder: Path, model: Any, tokenizer: Any, dtype: torch.dtype) -> 
 def trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Names and parameters that training changes."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-@contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` when the block ends well."""
-    draft = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
-        yield draft
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
-    except OSError as error:
-        raise RunError(f"cannot write {folder}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import cli, distributed, hub
 from ..config import RunError, UsageError
+from ..files import replacing_folder
 from ..loading import cache_folder
 from .config import DataConfig
 
@@ -134,11 +134,10 @@ def _make_once(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerB
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            draft = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-            draft.mkdir(exist_ok=True)
-            for name, tokens in zip(("train", "held_out"), _encode_all(config, tokenizer), strict=True):
-                np.save(draft / f"{name}.npy", tokens)
-            draft.rename(folder)
+            arrays = _encode_all(config, tokenizer)
+            with replacing_folder(folder) as draft:
+                for name, tokens in zip(("train", "held_out"), arrays, strict=True):
+                    np.save(draft / f"{name}.npy", tokens)
 
 
 def _encode_all(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:

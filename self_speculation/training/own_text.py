@@ -107,7 +107,7 @@ def write_rows(
     while tokens.shape[1] <= length:
         hidden = model.backbone.run(ids, cache, tokens.shape[1] - ids.shape[1], 0, model.backbone.layers)
         states.append(hidden)
-        logits = model.backbone.head(hidden[:, -1:])[:, 0].float()
+        logits = model.backbone.head(hidden[:, -1:])[:, 0].to(model.device, torch.float32)
         logits[:, len(loaded.tokenizer) :] = -torch.inf
         heat = torch.where(questions, 1.0, temperature)[:, None]
         best, best_ids = logits.topk(min(TOP_K, logits.shape[-1]))
