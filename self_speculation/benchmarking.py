@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import datasets, distributed, metrics
+from .config import GenerationConfig
 from .datasets import DataConfig, Example
 from .decoding import Decoded
 from .forecast import Forecast
@@ -97,10 +98,11 @@ def measure(
         for unit in _units(todo, strategies, identity):
             for sample, turn, texts in _decode(unit, strategies, identity):
                 reference = texts.get(AUTOREGRESSIVE) if identity and len(turn) > 1 else None
+                plain = next((s.generator.config for s in turn if s.name == AUTOREGRESSIVE), None)
                 for strategy in turn:
                     decoded = texts[strategy.name]
                     row = sample_row(strategy, sample, decoded, dataset)
-                    if reference is not None and strategy.generator.config.greedy:
+                    if reference is not None and same_greedy_text(strategy.generator.config, plain):
                         row |= compare(loaded, sample.ids, reference.tokens, decoded.tokens)
                     if distributed.follows():
                         continue
@@ -190,6 +192,14 @@ def sample_row(strategy: Strategy, sample: Sample, decoded: Decoded, dataset: Da
         "batch_size": strategy.generator.config.batch_size,
         "repeated_4grams": metrics.repeated_4grams(decoded.tokens),
     }
+
+
+def same_greedy_text(config: GenerationConfig, other: GenerationConfig | None) -> bool:
+    """Whether both settings ask for the same greedy text."""
+    names = ("max_steps", "repetition_penalty", "no_repeat_ngram_size", "stop_words", "stop_token_ids", "ignore_eos")
+    if other is None or not (config.greedy and other.greedy):
+        return False
+    return all(getattr(config.resolved(), name) == getattr(other.resolved(), name) for name in names)
 
 
 @torch.inference_mode()

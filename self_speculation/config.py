@@ -88,9 +88,16 @@ def from_options(kind: type[T], options: dict[str, Any]) -> T:
     Raises:
         UsageError: an option that the class does not have, or a value that it does not take.
     """
-    options = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()}
+    options = {name: _plain(value) for name, value in options.items()}
     check_options(kind, options, "")
     return kind(**options)
+
+
+def _plain(value: Any) -> Any:
+    """A path as text, NumPy's numbers as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if isinstance(value, (Integral, Real)) and hasattr(value, "item") else value
 
 
 def check_options(kind: type, options: dict[str, Any], where: str) -> None:
@@ -108,6 +115,11 @@ def check_options(kind: type, options: dict[str, Any], where: str) -> None:
         if not any(_is_a(part, value) for part in allowed):
             words = [KINDS[part] for part in allowed if part is not NoneType]
             raise UsageError(f"{where}{name} {value!r}: must be {' or '.join(words)}")
+        if isinstance(value, (list, tuple)):
+            [each] = {kind for part in get_args(hint) for kind in get_args(part)} or {object}
+            for one in value:
+                if not _is_a(each, one):
+                    raise UsageError(f"{where}{name} {value!r}: each must be {KINDS[each]}")
 
 
 def _is_a(kind: type, value: Any) -> bool:
@@ -174,10 +186,14 @@ class ModelConfig:
 
     def parsed_device_map(self) -> str | dict[str, Any] | None:
         """`--device_map` as accelerate takes it."""
-        if self.device_map is None or not self.device_map.lstrip().startswith("{"):
-            require_choice("device_map", self.device_map or DEVICE_MAPS[0], DEVICE_MAPS)
+        if self.device_map is None:
+            return None
+        if not self.device_map.lstrip().startswith("{"):
+            require_choice("device_map", self.device_map, DEVICE_MAPS)
             return self.device_map
-        return parse_key_values("device_map", self.device_map)
+        places = parse_key_values("device_map", self.device_map)
+        require(bool(places), "device_map", self.device_map, "name at least one module")
+        return places
 
 
 @dataclass(frozen=True)
@@ -265,6 +281,8 @@ class GenerationConfig:
         for name, bound in least.items():
             value = getattr(self, name)
             require(value is None or value >= bound, name, value, f"must be {bound} or more")
+        require(self.adaptive_draft_exit or not self.carry_draft_exit, "carry_draft_exit", True,
+                "it is for what --adaptive_draft_exit adapts")  # fmt: skip
         require(self.batch_size == 1 or not self.carry_draft_exit, "batch_size", self.batch_size,
                 "--carry_draft_exit carries a threshold from prompt to prompt, one at a time")  # fmt: skip
         if self.temperature is not None:
@@ -293,7 +311,8 @@ class GenerationConfig:
 
     def usual_drafter(self) -> str:
         """What drafts where `--drafter` is left out: what the other settings are for."""
-        return "skip_layer" if any(self.skipped()) else "adapter" if self.adapter else "early_exit"
+        skips = any(self.skipped()) or self.skip_layers is not None
+        return "skip_layer" if skips else "adapter" if self.adapter else "early_exit"
 
     def skipped(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Layers whose attention, and layers whose MLP, a draft skips; both empty when none are given."""
@@ -321,7 +340,7 @@ class GenerationConfig:
         return replace(
             self, generation_strategy="autoregressive", drafter=None, exit_layer=-1, num_speculations=-1,
             skip_attn_layers=None, skip_mlp_layers=None, skip_layers=None, adapter=None, draft_exit_threshold=None,
-            adaptive_draft_exit=False, draft_vocabulary=0,
+            adaptive_draft_exit=False, carry_draft_exit=False, draft_vocabulary=0,
         )  # fmt: skip
 
     def first_draft_exit_threshold(self) -> float:

@@ -78,12 +78,17 @@ class DraftAlone:
 
 
 def check_prompts(model: SelfSpeculativeModel, prompts: Iterable[Sequence[int]]) -> None:
-    """Raise `UsageError` when a prompt is empty or leaves no position for a new token."""
-    for prompt in prompts:
+    """Raise `UsageError` when a prompt is empty, leaves no position for a new token, or has ids that there are not."""
+    prompts = list(prompts)
+    for number, prompt in enumerate(prompts, 1):
+        which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         if not prompt:
-            raise UsageError("the prompt is empty")
+            raise UsageError(f"{which} is empty")
         if len(prompt) >= model.max_positions:
-            raise UsageError(f"the prompt has {len(prompt)} tokens, the model has {model.max_positions} positions")
+            raise UsageError(f"{which} has {len(prompt)} tokens, the model has {model.max_positions} positions")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < model.vocab_size:
+                raise UsageError(f"{which} has the token id {token}, the model has ids 0 to {model.vocab_size - 1}")
 
 
 class Text:
@@ -93,7 +98,7 @@ class Text:
         new_cache: makes the cache, from the tokens it needs room for; the model's own kind when not given.
 
     Raises:
-        UsageError: the prompt is empty or leaves no position for a new token.
+        UsageError: the prompt is empty, leaves no position for a new token, or has ids that there are not.
     """
 
     def __init__(
@@ -184,7 +189,7 @@ def decode(
         draft_alone: take this part of the model for the whole.
 
     Raises:
-        UsageError: the prompt is empty or leaves no position for a new token.
+        UsageError: the prompt is empty, leaves no position for a new token, or has ids that there are not.
     """
     text = Text(
         model, drafter, prompt, sampler=sampler, stopper=stopper, num_speculations=num_speculations, observer=observer

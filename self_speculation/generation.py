@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
+from os import PathLike, fspath
 from typing import Any
 
 from . import auto
 from .adapters import load_adapter
 from .batching import Begin, decode_batch
 from .config import GenerationConfig, UsageError, from_options, require
-from .decoding import Decoded, DraftAlone, Observer, Text, decode
+from .decoding import Decoded, DraftAlone, Observer, Text, check_prompts, decode
 from .drafters import AdapterDrafter, make_drafter, skip_set
 from .forecast import Forecast
 from .loading import Loaded, load
@@ -52,6 +54,8 @@ class Generator:
         notify: Callable[[str], None] = lambda message: None,
         prompts: Sequence[Sequence[int]] = (),
     ):
+        if not isinstance(loaded, Loaded):
+            raise UsageError(f"a model is what load() returns, or its name, not {type(loaded).__name__}")
         self.loaded = loaded
         self.seed = seed
         if config.exit_layer != -1:
@@ -90,7 +94,7 @@ class Generator:
         return decode(
             self.loaded.model,
             self.drafter,
-            self._ids(prompt),
+            self.ids(prompt),
             sampler=sampler or self.sampler(sample_id),
             stopper=self.stopper(),
             num_speculations=max(0, self.config.num_speculations),
@@ -102,10 +106,13 @@ class Generator:
         """Generate from (sample id, prompt) pairs, `batch_size` at once; (sample id, text) pairs as texts end.
 
         Texts are those that each prompt gives alone. A prompt is taken from `prompts` once there is a place for it.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C.
         """
         if self.config.batch_size == 1:
             for sample_id, prompt in prompts:
-                yield sample_id, self(prompt, sample_id=sample_id)
+                yield sample_id, self(prompt, sample_id=sample_id).complete()
             return
         ids: list[object] = []
 
@@ -113,7 +120,7 @@ class Generator:
             return Text(
                 self.loaded.model,
                 make_drafter(self.config, self.loaded.model, self.adapter, self.token_ids),
-                self._ids(prompt),
+                self.ids(prompt),
                 sampler=self.sampler(sample_id),
                 stopper=self.stopper(),
                 num_speculations=max(0, self.config.num_speculations),
@@ -139,12 +146,14 @@ class Generator:
             decode=loaded.decode,
         )
 
-    def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+    def ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """A prompt as token ids; a list, a tuple or an array of ids is taken as it is."""
         if isinstance(prompt, str):
             return self.loaded.encode(prompt)
-        ids: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [None]
-        if all(isinstance(token, int) for token in ids):
-            return ids
+        ids: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # NumPy's and torch's
+        listed = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes, bytearray))
+        if listed and all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
+            return [int(token) for token in ids]
         raise UsageError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:40]}")
 
     def sampler(self, sample_id: object = 0, kind: type[Sampler] = Sampler) -> Sampler:
@@ -155,6 +164,8 @@ class Generator:
 
     def with_settings(self, **settings: Any) -> Generator:
         """The same strategy with other sampling settings, stops or budget (fields of `GenerationConfig`)."""
+        if others := set(settings) - {*GenerationConfig.DEFAULTS, "stop_words", "stop_token_ids", "ignore_eos"}:
+            raise UsageError(f"with_settings({min(others)}=...): make another Generator for this")
         other = copy(self)
         other.config = replace(self.config, **settings).resolved()
         return other
@@ -206,9 +217,10 @@ def choose(
             )
         require(not config.draft_vocabulary, "draft_vocabulary", config.draft_vocabulary,
                 "autoregressive decoding drafts nothing; add --generation_strategy self_speculative")  # fmt: skip
+        _refuse_draft_exit(config, "autoregressive decoding drafts nothing; add --generation_strategy self_speculative")
         return replace(config, num_speculations=-1)
     config = replace(config, drafter=config.drafter or config.usual_drafter())
-    _refuse_without_effect(config)
+    refuse_without_effect(config)
     fixed_length = config.num_speculations != -1 or config.adaptive_draft_exit or "skip_layer" in config.drafters()
     if config.num_speculations == 0:
         return config
@@ -231,7 +243,7 @@ def choose(
     return config
 
 
-def _refuse_without_effect(config: GenerationConfig) -> None:
+def refuse_without_effect(config: GenerationConfig) -> None:
     """Raise `UsageError` for a setting that none of the drafters looks at."""
     settings = {"exit_layer": "early_exit", "skip_attn_layers": "skip_layer", "skip_mlp_layers": "skip_layer",
                 "skip_layers": "skip_layer", "adapter": "adapter"}  # fmt: skip
@@ -242,6 +254,14 @@ def _refuse_without_effect(config: GenerationConfig) -> None:
     size = config.draft_vocabulary
     require(not size or config.drafter != "prompt_lookup", "draft_vocabulary", size,
             "prompt_lookup has no head; it is for early_exit, skip_layer and adapter")  # fmt: skip
+    if config.drafter == "prompt_lookup":
+        _refuse_draft_exit(config, "prompt_lookup has no probabilities; it is for early_exit, skip_layer and adapter")
+
+
+def _refuse_draft_exit(config: GenerationConfig, why: str) -> None:
+    """Raise `UsageError` where drafts shall end by their own probabilities."""
+    require(config.draft_exit_threshold is None, "draft_exit_threshold", config.draft_exit_threshold, why)
+    require(not config.adaptive_draft_exit, "adaptive_draft_exit", True, why)
 
 
 def _one_part(config: GenerationConfig, loaded: Loaded, adapter: Adapter | None) -> Forecast | None:
@@ -282,7 +302,7 @@ def draft_alone(config: GenerationConfig, loaded: Loaded, adapter: Adapter | Non
 
 
 def generate(
-    loaded: Loaded | str,
+    loaded: Loaded | str | PathLike[str],
     prompt: str | Sequence[int],
     *,
     seed: int = 42,
@@ -292,7 +312,7 @@ def generate(
     """Generate from one prompt.
 
     Args:
-        loaded: what `load` returned, or a model's name.
+        loaded: what `load` returned, or a model's name or folder.
         prompt: text or token ids.
         settings: fields of `GenerationConfig`, such as `generation_strategy="self_speculative", exit_layer=8`.
 
@@ -303,19 +323,29 @@ def generate(
         UsageError: a setting that there is not (the nearest is named), or that cannot be followed.
     """
     config = from_options(GenerationConfig, settings)
-    loaded = load(loaded) if isinstance(loaded, str) else loaded
-    return Generator(loaded, config, seed=seed)(prompt, observer=observer)
+    return Generator(_loaded(loaded), config, seed=seed)(prompt, observer=observer)
 
 
 def generate_each(
-    loaded: Loaded | str, prompts: Sequence[str | Sequence[int]], *, seed: int = 42, **settings: Any
+    loaded: Loaded | str | PathLike[str], prompts: Iterable[str | Sequence[int]], *, seed: int = 42, **settings: Any
 ) -> list[Decoded]:
     """Generate from several prompts, `batch_size` at once (one of the settings): what each gives alone, in order.
 
     Each prompt is sampled with a seed of its own, made of `seed` and its place in `prompts`.
+
+    Raises:
+        UsageError: as `generate`, or a prompt that cannot be followed, before any is decoded.
+        KeyboardInterrupt: Ctrl-C.
     """
     config = from_options(GenerationConfig, settings)
-    loaded = load(loaded) if isinstance(loaded, str) else loaded
-    generator = Generator(loaded, config, seed=seed)
-    found = dict(generator.each(enumerate(prompts)))
-    return [found[place] for place in range(len(prompts))]
+    if isinstance(prompts, (str, bytes)):
+        raise UsageError("generate_each takes a list of prompts; generate takes one")
+    generator = Generator(_loaded(loaded), config, seed=seed)
+    ids = [generator.ids(prompt) for prompt in prompts]
+    check_prompts(generator.loaded.model, ids)
+    found = dict(generator.each(enumerate(ids)))
+    return [found[place] for place in range(len(ids))]
+
+
+def _loaded(model: Loaded | str | PathLike[str]) -> Loaded:
+    return load(fspath(model)) if isinstance(model, (str, PathLike)) else model

@@ -20,7 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from .config import GenerationConfig, UsageError, from_options
 from .decoding import decode
 from .drafters import make_drafter
-from .generation import DEFAULT_SPECULATIONS
+from .generation import DEFAULT_SPECULATIONS, refuse_without_effect
 from .loading import end_ids
 from .modeling import SelfSpeculativeModel
 from .nucleus import without_sorting
@@ -55,7 +55,8 @@ class CustomGenerate:
     """
 
     def __init__(self, **settings: Any):
-        for name in ("generation_strategy", "stop_words", "stop_token_ids", "ignore_eos", *GenerationConfig.DEFAULTS):
+        own = ("generation_strategy", "batch_size", "stop_words", "stop_token_ids", "ignore_eos")
+        for name in (*own, *GenerationConfig.DEFAULTS):
             if name in settings:
                 raise UsageError(f"custom_generate({name}=...): this is for model.generate's own arguments to say")
         config = from_options(GenerationConfig, {"generation_strategy": "self_speculative", **settings})
@@ -68,6 +69,7 @@ class CustomGenerate:
         length = DEFAULT_SPECULATIONS.get(drafters[0], 6) if length == -1 else length
         values = {**vars(config), "drafter": "+".join(drafters), "num_speculations": length}
         self.config = GenerationConfig(**values)
+        refuse_without_effect(self.config)
         self.model: SelfSpeculativeModel | None = None
         self.known: tuple[Any, torch.device, torch.dtype] | None = None  # that `model` was made of
         self.stats = Stats()
@@ -169,13 +171,13 @@ def _check(input_ids: torch.Tensor, config: transformers.GenerationConfig, model
             raise UsageError(f"custom_generate: {name}={value} cannot be followed while drafting")
     if model_kwargs.get("attention_mask") is not None and not model_kwargs["attention_mask"].all():
         raise UsageError("custom_generate: the prompt is padded; give it without padding")
+    usual = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
+    others = sorted(name for name, value in model_kwargs.items() if value is not None and name not in usual)
+    if others:
+        raise UsageError(f"custom_generate: the argument {others[0]} cannot be followed while drafting")
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
         raise UsageError("custom_generate: position_ids other than 0, 1, 2, ... cannot be followed")
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if cache is not None and cache.get_seq_length() > 0:
         raise UsageError("custom_generate: a filled cache cannot be gone on from; give the whole prompt")
-    usual = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
-    others = sorted(name for name, value in model_kwargs.items() if value is not None and name not in usual)
-    if others:
-        raise UsageError(f"custom_generate: the argument {others[0]} cannot be followed while drafting")

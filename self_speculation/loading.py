@@ -53,7 +53,15 @@ class Loaded:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def encode(self, prompt: str) -> list[int]:
-        """A plain prompt as token ids, with whatever the tokenizer puts in front."""
+        """A plain prompt as token ids, with whatever the tokenizer puts in front.
+
+        Raises:
+            UsageError: the text has halves of characters in it, as what is no UTF-8 leaves behind.
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"the prompt {prompt[:40]!a} is no valid text") from None
         return self.tokenizer(prompt)["input_ids"]
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -91,6 +99,11 @@ def load(config: ModelConfig | str | None = None, **settings: Any) -> Loaded:
         revision = {"revision": config.revision} if config.revision else {}
         tokenizer = AutoTokenizer.from_pretrained(source, **revision)
         model_config = AutoConfig.from_pretrained(source, **revision)
+        if config.tp:
+            shape = model_config.get_text_config()
+            heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+            require(heads % distributed.world_size() == 0, "tp", True,
+                    f"the number of processes must divide the {heads} key/value heads of {name}")  # fmt: skip
         result: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=choose_dtype(config.dtype, device, model_config),
@@ -124,7 +137,11 @@ def _placing(config: ModelConfig, device: torch.device) -> dict[str, Any]:
     """Arguments of `from_pretrained` that put the model on several devices; {} for one device."""
     if config.device_map is not None:
         folder = {"offload_folder": config.offload_folder} if config.offload_folder else {}
-        return {"device_map": config.parsed_device_map(), **folder}
+        places = config.parsed_device_map()
+        for place in places.values() if isinstance(places, dict) else ():
+            if place != "disk":
+                choose_device(f"cuda:{place}" if isinstance(place, int) else str(place), "device_map")
+        return {"device_map": places, **folder}
     if not config.tp:
         return {}
     if distributed.world_size() == 1:
@@ -204,7 +221,7 @@ def locate(name: str) -> str:
     return name
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, flag_name: str = "device") -> torch.device:
     """`auto`: this process's GPU where there is one, else the CPU."""
     if name == "auto":
         if torch.cuda.is_available():
@@ -213,11 +230,11 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name}: write auto, cpu, cuda, cuda:N or mps") from None
+        raise UsageError(f"--{flag_name} {name}: write auto, cpu, cuda, cuda:N or mps") from None
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     known = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     if not (available.get(device.type, False) and known):
-        raise UsageError(f"--device {name}: there is no such device here")
+        raise UsageError(f"--{flag_name} {name}: there is no such device here")
     return device
 
 

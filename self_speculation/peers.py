@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from .config import GenerationConfig, RunError
+from .config import GenerationConfig, RunError, require
 from .decoding import Decoded
 from .generation import Generator
 from .loading import Loaded
@@ -73,6 +73,8 @@ class PeerGenerator(Peer):
         self.plain = Generator(loaded, config.autoregressive(), seed=seed)
         if name == "hf_early_exit":
             loaded.model.check_exit_layer(config.exit_layer)
+            require(not config.stop_words, "stop_words", config.stop_words,
+                    "transformers hands no stop strings on to its early exit; leave out hf_early_exit")  # fmt: skip
 
     def __call__(self, prompt: Sequence[int], *, sample_id: object = 0) -> Decoded:
         """Generate from token ids."""
@@ -97,7 +99,7 @@ class PeerGenerator(Peer):
                 started = now(device)
                 tokens = self._generate(ids, settings, max_new_tokens=stopper.budget, **extra)
                 stats.decode_s = max(0.0, now(device) - started - stats.prefill_s)
-        except (AttributeError, TypeError, IndexError, KeyError) as error:
+        except (AttributeError, TypeError, IndexError, KeyError, ValueError) as error:
             raise RunError(f"--compare {self.name}: transformers cannot do this with this model ({error})") from error
         return self.answer(tokens, stopper, stats)
 

@@ -37,7 +37,7 @@ class PromptConfig:
         if self.prompt_file == "":
             raise UsageError("--prompt_file '': name a file")
         if self.prompt is not None and not self.prompt.strip():
-            raise UsageError("--prompt '': the prompt is empty")
+            raise UsageError(f"--prompt {self.prompt!r}: the prompt is empty")
 
 
 def read_prompts(config: PromptConfig) -> Sequence[Prompt] | None:

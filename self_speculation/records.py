@@ -154,13 +154,13 @@ class RunLog:
 
     @contextlib.contextmanager
     def kept(self, notify: Callable[[str], None], go_on: str | None = None) -> Iterator[None]:
-        """Where the block fails, say how to go on. A run that was refused before it had a row leaves no file."""
+        """Where the block fails, say how to go on. A run that failed before it had a row leaves no file."""
         try:
             yield
         except BaseException as error:
             files = self._files()
-            refused = isinstance(error, (UsageError, RunError)) and not hasattr(error, "failed_rank")
-            if not refused or self.resumed or any(file.stat().st_size for file in files if file.suffix != ".json"):
+            failed = isinstance(error, Exception) and not hasattr(error, "failed_rank")
+            if not failed or self.resumed or any(file.stat().st_size for file in files if file.suffix != ".json"):
                 notify(go_on or f"rows are kept; go on with --resume {self.path}")
             elif distributed.is_main():
                 self.withdraw()

@@ -90,7 +90,8 @@ def _drafting(kind: str, base: GenerationConfig) -> GenerationConfig:
     if "skip_layer" not in parts:
         unused |= {"skip_attn_layers": None, "skip_mlp_layers": None, "skip_layers": None}
     if kind in ("prompt_lookup", *PEERS):
-        unused |= {"adaptive_draft_exit": False, "draft_exit_threshold": None, "draft_vocabulary": 0}
+        unused |= {"adaptive_draft_exit": False, "carry_draft_exit": False, "draft_exit_threshold": None,
+                   "draft_vocabulary": 0}  # fmt: skip
     return replace(base, generation_strategy="self_speculative", drafter="+".join(parts) or None, **unused)
 
 

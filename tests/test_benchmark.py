@@ -143,7 +143,7 @@ def test_batches_of_models_that_cannot_and_of_scripts_that_do_not(model, loaded,
     assert "--batch_size 2: generate.py answers one prompt at a time" in capsys.readouterr().err
     assert call("correctness", arguments(model, tmp_path, batch_size=2)) == 2
     assert "--batch_size 2: prompts are checked one at a time" in capsys.readouterr().err
-    for wrong in ({"batch_size": 0}, {"batch_size": 2, "carry_draft_exit": True}):
+    for wrong in ({"batch_size": 0}, {"batch_size": 2, "carry_draft_exit": True, "adaptive_draft_exit": True}):
         assert call("benchmark", arguments(model, tmp_path, **wrong)) == 2
         assert f"--batch_size {wrong['batch_size']}" in capsys.readouterr().err
     monkeypatch.setattr(generation, "why_not", lambda model: "tiny: a reason")

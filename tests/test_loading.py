@@ -6,12 +6,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from self_speculation import generate, load
-from self_speculation.config import ModelConfig, RunError, UsageError
+from self_speculation import Generator, generate, generate_each, load
+from self_speculation.config import GenerationConfig, ModelConfig, RunError, UsageError
 from self_speculation.loading import SHORT_NAMES, _packaged_gguf, choose_dtype, fingerprint, locate
+from self_speculation.modeling import Batch
 from tests.folders import save_tiny_model, tiny_llama
 
 needs_smollm2 = pytest.mark.skipif(
@@ -196,3 +198,71 @@ def test_smollm2_is_token_identical_on_human_eval():
 
 def test_settings_change_a_configuration(folder):
     assert load(ModelConfig(model=str(folder), dtype="float32"), dtype="float64").model.dtype is torch.float64
+
+
+IDS = [104, 101, 108, 108, 111]
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array(IDS), torch.tensor(IDS), tuple(np.array(IDS))], ids=["numpy", "torch", "of numpy"]
+)
+def test_ids_may_be_arrays(folder, prompt):
+    settings = {"max_steps": 3, "sample": False}
+    assert generate(str(folder), prompt, **settings).tokens == generate(folder, IDS, **settings).tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (b"abc", "not bytes"), ([True, False], "not list"), ([-1, 5], "token id -1"), ([10**6], "token id 1000000"),
+        ([2**70], "token id"), ("a\ud800b", "no valid text"), (np.array([[1, 2]]), "a list of token ids"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_prompts_that_are_none(folder, prompt, says):
+    with pytest.raises(UsageError, match=says):
+        generate(str(folder), prompt, max_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"stop_words": [1]}, "stop_words.*each must be text"),
+        ({"stop_token_ids": ["5"]}, "stop_token_ids.*each must be a whole number"),
+        ({"stop_token_ids": [1.5]}, "each must be a whole number"),
+    ],
+)
+def test_lists_of_settings_are_checked(folder, settings, says):
+    with pytest.raises(UsageError, match=says):
+        generate(str(folder), "x", **settings)
+
+
+def test_settings_may_be_numpy_s(folder):
+    assert generate(str(folder), "x", max_steps=np.int64(2), temperature=np.float32(0.5), sample=True).tokens
+
+
+def test_several_prompts(folder):
+    loaded = load(str(folder))
+    assert len(generate_each(loaded, (text for text in ("a", "b")), batch_size=2, max_steps=2)) == 2
+    with pytest.raises(UsageError, match="prompt 2 is empty"):
+        generate_each(loaded, ["a", []], max_steps=2)
+    for wrong in ("abc", b"abc"):
+        with pytest.raises(UsageError, match="a list of prompts"):
+            generate_each(loaded, wrong)
+    with pytest.raises(UsageError, match="not LlamaForCausalLM"):
+        generate(loaded.model.hf_model, "x")
+    with pytest.raises(UsageError, match="exit_layer"):
+        Generator(loaded, GenerationConfig()).with_settings(exit_layer=2)
+
+
+def test_ctrl_c_ends_several_prompts_at_any_batch_size(folder, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    loaded = load(str(folder))
+    monkeypatch.setattr(type(loaded.model), "verify", interrupt)
+    for settings in ({"batch_size": 1}, {"batch_size": 2}):
+        if settings["batch_size"] == 2:
+            monkeypatch.setattr(Batch, "verify", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate_each(loaded, ["a", "b", "c"], max_steps=4, **settings)
