@@ -1,4 +1,4 @@
-"""`benchmarks/shapes.py`: rounds of a model of any shape, with acceptance left to chance."""
+"""`benchmarks/shapes.py`: what rounds of a model of any shape would gain."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ TINY = {
 }  # fmt: skip
 
 
-def test_the_table_has_what_was_imposed(monkeypatch, capsys):
+def test_what_a_round_gains(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     monkeypatch.setitem(shapes.SHAPES, "llama-1b", TINY)
-    given = "--acceptance 0 1 --num_speculations 3 --prompt_tokens 8 --max_steps 18 --repeats 1 --dtype float32"
+    given = "--acceptance 0 1 --num_speculations 3 --prompt_tokens 8 --seconds 0 --dtype float32"
     with pytest.raises(SystemExit) as stop:
         cli.run(shapes.main, (shapes.ShapesConfig,), given.split())
     assert not stop.value.code
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    rounds = {(cells[0].split(",")[0], cells[2]): float(cells[3]) for cells in lines[3:]}
-    assert rounds[("| early_exit", "0%")] == rounds[("| skip_layer", "0%")] == 1
-    assert rounds[("| early_exit", "100%")] == rounds[("| skip_layer", "100%")] == pytest.approx(17 / 5)
-    assert all(float(cells[4]) > 0 for cells in lines[3:])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert [(row[0].split(",")[0], row[1]) for row in rows] == [
+        (name, length) for name in ("early_exit", "skip_layer") for length in "13"
+    ]
+    for _, length, draft, verify, even, nothing, all_of_it in rows:
+        steps = float(draft) + float(verify)
+        assert float(nothing) == pytest.approx(1 / steps, rel=0.05)
+        assert float(all_of_it) == pytest.approx((1 + int(length)) / steps, rel=0.05)
+        assert float(even.rstrip("%")) / 100 == pytest.approx((steps - 1) / int(length), abs=0.05)
 
 
 def test_skip_sets_grow_from_the_last_layer_down():
