@@ -47,7 +47,8 @@ def main(model: ModelConfig, generation: GenerationConfig, prompts: PromptConfig
         if log.finish():
             cli.note(f"rows in {log.path}" + (f", trace in {page.path}" if page and page.sections else ""))
         elif distributed.is_main():
-            log.withdraw()  # nothing was asked
+            log.withdraw()
+            cli.note("nothing was asked, so there are no rows")
     return 0
 
 
