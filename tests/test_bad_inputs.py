@@ -61,6 +61,8 @@ USAGE = [
     ("generate", f"{ONE} --draft_exit_threshold 0.5", "autoregressive decoding drafts nothing"),
     ("generate", f"{ONE} {SPEC} --drafter prompt_lookup --draft_exit_threshold 0.5", "prompt_lookup has no prob"),
     ("generate", f"{ONE} {SPEC} --drafter prompt_lookup --adaptive_draft_exit True", "--adaptive_draft_exit True:"),
+    ("generate", f"{ONE} {SPEC} --skip_layers TMP/beyond.json", "beyond.json: attn -1: a model of 6 layers has"),
+    ("generate", f"{ONE} {SPEC} --skip_layers TMP/none.json", "needs a sub-layer to skip"),
     ("generate", f"{ONE} {SPEC} --exit_layer 2 --carry_draft_exit True", "--carry_draft_exit True: it is for what"),
     ("generate", f"{ONE} --device_map ''", "--device_map '': choose one of"),
     ("generate", f"{ONE} --device_map {{}}", "--device_map {}: name at least one module"),
@@ -289,6 +291,8 @@ def places(tmp_path_factory) -> dict[str, str]:
     (tmp / "torn.jsonl").write_text('{"prompt": "a"}\n{"prom')
     (tmp / "wrong.gguf").write_bytes(b"\xff\xfe\x00hello")
     (tmp / "fraction.json").write_text(json.dumps({"attn": [1.5], "mlp": []}))
+    (tmp / "beyond.json").write_text(json.dumps({"attn": [-1], "mlp": []}))
+    (tmp / "none.json").write_text(json.dumps({"attn": [], "mlp": []}))
     (tmp / "skip.json").write_text(json.dumps({"attn": [1], "mlp": []}))
     model = save_exit_friendly(tmp_path_factory.mktemp("model"))
     return {

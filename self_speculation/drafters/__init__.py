@@ -67,5 +67,5 @@ def skip_set(config: GenerationConfig, model: SelfSpeculativeModel) -> SkipSet:
     attn, mlp = config.skipped()
     skip = SkipSet.of(attn, mlp)
     if len(skip) or not config.draft_vocabulary:
-        skip.check(model.num_layers)
+        skip.check(model.num_layers, config.skip_layers)
     return skip

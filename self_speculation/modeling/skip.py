@@ -38,12 +38,14 @@ class SkipSet:
         """The set as columns of a result row, empty kinds left out."""
         return {"skip_attn": tuple(sorted(self.attn)) or None, "skip_mlp": tuple(sorted(self.mlp)) or None}
 
-    def check(self, num_layers: int) -> None:
-        """Raise `UsageError` unless the set fits a model of `num_layers` layers and leaves out some, not all."""
-        for name, ids in (("skip_attn_layers", self.attn), ("skip_mlp_layers", self.mlp)):
+    def check(self, num_layers: int, file: str | None = None) -> None:
+        """Raise `UsageError` unless the set, which may come from a file, fits a model of `num_layers` layers and leaves
+        out some, not all."""
+        for kind, ids in (("attn", self.attn), ("mlp", self.mlp)):
             if beyond := sorted(index for index in ids if not 0 <= index < num_layers):
+                given = f"--skip_{kind}_layers" if file is None else f"--skip_layers {file}: {kind}"
                 raise UsageError(
-                    f"--{name} {beyond[0]}: a model of {num_layers} layers has layers 0 to {num_layers - 1}"
+                    f"{given} {beyond[0]}: a model of {num_layers} layers has layers 0 to {num_layers - 1}"
                 )
         if not len(self):
             raise UsageError("--skip_attn_layers: the skip_layer drafter needs a sub-layer to skip; give "
