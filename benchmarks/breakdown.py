@@ -23,7 +23,7 @@ from self_speculation import GenerationConfig, Generator, cli, load
 from self_speculation.config import ModelConfig, flag, require
 from self_speculation.decoding import Observer
 from self_speculation.modeling import SelfSpeculativeModel
-from self_speculation.stats import now
+from self_speculation.stats import machine, now
 
 PROMPT = "def fibonacci(n):\n    " * 12
 
@@ -140,7 +140,7 @@ def main(chosen: ModelConfig, options: BreakdownConfig) -> None:
     floor = weights / bandwidth(model.device)
     drafted = exit_layer / model.num_layers * layers + head
     print(f"{loaded.name}, {model.dtype_name}, {way}, exit layer {exit_layer} of "
-          f"{model.num_layers}, {k} speculations, {torch.get_num_threads()} threads")  # fmt: skip
+          f"{model.num_layers}, {k} speculations, {machine(model.device)}")  # fmt: skip
     for name, seconds in parts.items():
         print(f"{1e3 * seconds:9.2f} ms  {name.removeprefix('round ')}")
     whole = middle["round"]

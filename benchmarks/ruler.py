@@ -8,7 +8,6 @@ equal length, greedily and sampling. `<output_dir>/ruler_<time>.csv` has a row a
 from __future__ import annotations
 
 import importlib.util
-import platform
 import sys
 from dataclasses import dataclass
 from datetime import date
@@ -36,8 +35,9 @@ from self_speculation.config import (  # noqa: E402
 )
 from self_speculation.datasets import DataConfig, Example  # noqa: E402
 from self_speculation.datasets import load as load_examples  # noqa: E402
-from self_speculation.loading import Loaded  # noqa: E402
+from self_speculation.loading import Loaded, choose_device  # noqa: E402
 from self_speculation.records import SAMPLE_COLUMNS, RunLog  # noqa: E402
+from self_speculation.stats import machine  # noqa: E402
 from self_speculation.strategies import Strategy, make_strategies, parse_strategies  # noqa: E402
 
 Row = dict[str, Any]
@@ -280,13 +280,6 @@ def chart(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def machine() -> str:
-    """What it was measured on."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
-
-
 def main(ruler: RulerConfig, run: RunConfig) -> None:
     """Measure our ways of decoding against model.generate, its own speculation and the package economize."""
     if not ruler.without_economize and importlib.util.find_spec("economize") is None:
@@ -299,8 +292,8 @@ def main(ruler: RulerConfig, run: RunConfig) -> None:
             run_model(setting, ruler, log)
     rows = log.finish()
     head = (
-        f"`python {' '.join(['benchmarks/ruler.py', *sys.argv[1:]])}`, {date.today()}, {machine()}, "
-        f"torch {torch.__version__}{', ours compiled' if ruler.compile else ''}"
+        f"`python {' '.join(['benchmarks/ruler.py', *sys.argv[1:]])}`, {date.today()}, "
+        f"{machine(choose_device('auto'))}, torch {torch.__version__}{', ours compiled' if ruler.compile else ''}"
         f"{', weights packed' if ruler.pack_weights else ''}"
     )
     text = markdown(rows, head)

@@ -25,7 +25,7 @@ from self_speculation.drafters.layers import EarlyExitDrafter, LayersDrafter, Sk
 from self_speculation.loading import choose_device
 from self_speculation.modeling import SelfSpeculativeModel, SkipSet
 from self_speculation.sampling import Sampler
-from self_speculation.stats import now
+from self_speculation.stats import machine, now
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": {
@@ -59,8 +59,10 @@ class ShapesConfig:
 
     shape: str = flag("llama-1b", f"one of {', '.join(SHAPES)}")
     exit_layer: int | None = flag(None, "layers that an early exit drafts with", unset="a quarter of them")
-    skipped: float = flag(0.4, "share of all sub-layers that a skip set leaves out, spread over the second half")
-    num_speculations: list[int] | None = flag(None, "tokens drafted a round, one or more numbers", unset="2 4 8")
+    skipped: float = flag(0.4, "share of all sub-layers that a skip set leaves out, those of the second half first")
+    num_speculations: list[int] | None = flag(
+        None, "tokens drafted a round, one or more numbers beside 1", unset="2 4 8"
+    )
     acceptance: list[float] | None = flag(
         None, "shares of the drafted tokens that are accepted", unset=" ".join(map(str, RATES))
     )
@@ -83,7 +85,8 @@ class ShapesConfig:
 
 
 def spread_set(layers: int, share: float) -> SkipSet:
-    """A skip set of `share` of all sub-layers, attention and MLP in turn, from the last layer down."""
+    """A skip set of `share` of all sub-layers: the second half's attentions, then its MLPs, then whole layers before,
+    each from the last layer down."""
     count = max(1, round(share * 2 * layers))
     order = [(kind, layer) for kind in ("attn", "mlp") for layer in range(layers - 1, layers // 2 - 1, -1)]
     order += [(kind, layer) for layer in range(layers // 2 - 1, 0, -1) for kind in ("attn", "mlp")]
@@ -128,9 +131,9 @@ def main(options: ShapesConfig) -> None:
         took = time_rounds(model, sampler, tokens, drafters, lengths, options.seconds)
         theirs = statistics.median(hf_seconds(hf_model, model.ids(tokens)) for _ in range(3))
     step = took["step", 0, 0]
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{options.shape}, {options.dtype}{', compiled' if model.compiled else ''}, {where}, after {len(tokens)} "
-          f"tokens: a step takes {1e3 * step:.1f} ms, {theirs / step:.2f} x as fast as model.generate's\n")  # fmt: skip
+    way = ", compiled" if model.compiled else ""
+    print(f"{options.shape}, {options.dtype}{way}, {machine(device)}, after {len(tokens)} tokens: "
+          f"a step takes {1e3 * step:.1f} ms, {theirs / step:.2f} x as fast as model.generate's\n")  # fmt: skip
     rates = options.acceptance or RATES
     columns = ["drafts with", "K", "drafting", "verifying", "break-even", *(f"{rate:.0%}" for rate in rates)]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict
@@ -37,7 +38,8 @@ def save_adapter(folder: Path, adapter: Adapter, model: torch.nn.Module, model_n
         raise RunError(f"--save_adapter {folder}: {error.strerror or error}") from None
     finally:
         for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
 
 
 def load_adapter(model: SelfSpeculativeModel, name: str | None) -> Adapter:

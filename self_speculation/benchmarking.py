@@ -94,11 +94,11 @@ def measure(
             todo.append((sample, strategies if identity else missing))
     if todo:
         warm_up(loaded, strategies, todo[0][0])
+    plain = next((s.generator.config for s in strategies if s.name == AUTOREGRESSIVE), None)
     with distributed.Progress(sum(len(turn) for _, turn in todo), unit="text") as progress:
         for unit in _units(todo, strategies, identity):
             for sample, turn, texts in _decode(unit, strategies, identity):
                 reference = texts.get(AUTOREGRESSIVE) if identity and len(turn) > 1 else None
-                plain = next((s.generator.config for s in turn if s.name == AUTOREGRESSIVE), None)
                 for strategy in turn:
                     decoded = texts[strategy.name]
                     row = sample_row(strategy, sample, decoded, dataset)
@@ -196,7 +196,7 @@ def sample_row(strategy: Strategy, sample: Sample, decoded: Decoded, dataset: Da
 
 def same_greedy_text(config: GenerationConfig, other: GenerationConfig | None) -> bool:
     """Whether both settings ask for the same greedy text."""
-    names = ("max_steps", "repetition_penalty", "no_repeat_ngram_size", "stop_words", "stop_token_ids", "ignore_eos")
+    names = ("max_steps", "repetition_penalty", "no_repeat_ngram_size", *GenerationConfig.STOPS)
     if other is None or not (config.greedy and other.greedy):
         return False
     return all(getattr(config.resolved(), name) == getattr(other.resolved(), name) for name in names)

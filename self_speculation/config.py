@@ -111,12 +111,13 @@ def check_options(kind: type, options: dict[str, Any], where: str) -> None:
         if name not in hints:
             raise UsageError(f"{where}there is no setting {name}{did_you_mean(name, hints)}")
         hint = hints[name]
-        allowed = [get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        allowed = [get_origin(part) or part for part in parts]
         if not any(_is_a(part, value) for part in allowed):
             words = [KINDS[part] for part in allowed if part is not NoneType]
             raise UsageError(f"{where}{name} {value!r}: must be {' or '.join(words)}")
         if isinstance(value, (list, tuple)):
-            [each] = {kind for part in get_args(hint) for kind in get_args(part)} or {object}
+            each = next(element for part in parts for element in get_args(part))
             for one in value:
                 if not _is_a(each, one):
                     raise UsageError(f"{where}{name} {value!r}: each must be {KINDS[each]}")
@@ -263,6 +264,7 @@ class GenerationConfig:
     draft_exit_b2: float = flag(0.9, "share of the past in the threshold")
     carry_draft_exit: bool = flag(False, "carry the adapted threshold over from prompt to prompt")
 
+    STOPS: ClassVar[tuple[str, ...]] = ("stop_words", "stop_token_ids", "ignore_eos")
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "max_steps": 512, "sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0,
         "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,

@@ -164,7 +164,7 @@ class Generator:
 
     def with_settings(self, **settings: Any) -> Generator:
         """The same strategy with other sampling settings, stops or budget (fields of `GenerationConfig`)."""
-        if others := set(settings) - {*GenerationConfig.DEFAULTS, "stop_words", "stop_token_ids", "ignore_eos"}:
+        if others := set(settings) - {*GenerationConfig.DEFAULTS, *GenerationConfig.STOPS}:
             raise UsageError(f"with_settings({min(others)}=...): make another Generator for this")
         other = copy(self)
         other.config = replace(self.config, **settings).resolved()
@@ -215,9 +215,9 @@ def choose(
                 f"--drafter {config.drafter}: autoregressive decoding has no drafter; "
                 "add --generation_strategy self_speculative"
             )
-        require(not config.draft_vocabulary, "draft_vocabulary", config.draft_vocabulary,
-                "autoregressive decoding drafts nothing; add --generation_strategy self_speculative")  # fmt: skip
-        _refuse_draft_exit(config, "autoregressive decoding drafts nothing; add --generation_strategy self_speculative")
+        why = "autoregressive decoding drafts nothing; add --generation_strategy self_speculative"
+        require(not config.draft_vocabulary, "draft_vocabulary", config.draft_vocabulary, why)
+        _refuse_draft_exit(config, why)
         return replace(config, num_speculations=-1)
     config = replace(config, drafter=config.drafter or config.usual_drafter())
     refuse_without_effect(config)
@@ -277,12 +277,15 @@ def _one_part(config: GenerationConfig, loaded: Loaded, adapter: Adapter | None)
     return None
 
 
+def usual_speculations(config: GenerationConfig) -> int:
+    """How many tokens the drafter drafts a round where the number is neither given nor predicted."""
+    if config.adaptive_draft_exit:
+        return ADAPTIVE_SPECULATIONS[config.draft_exit_rule]
+    return DEFAULT_SPECULATIONS[config.drafters()[0]]
+
+
 def _fixed_speculations(config: GenerationConfig, notify: Callable[[str], None]) -> int:
-    number = (
-        ADAPTIVE_SPECULATIONS[config.draft_exit_rule]
-        if config.adaptive_draft_exit
-        else DEFAULT_SPECULATIONS[config.drafters()[0]]
-    )
+    number = usual_speculations(config)
     notify(f"chose --num_speculations {number}")
     return number
 

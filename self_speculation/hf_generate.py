@@ -55,8 +55,7 @@ class CustomGenerate:
     """
 
     def __init__(self, **settings: Any):
-        own = ("generation_strategy", "batch_size", "stop_words", "stop_token_ids", "ignore_eos")
-        for name in (*own, *GenerationConfig.DEFAULTS):
+        for name in ("generation_strategy", "batch_size", *GenerationConfig.STOPS, *GenerationConfig.DEFAULTS):
             if name in settings:
                 raise UsageError(f"custom_generate({name}=...): this is for model.generate's own arguments to say")
         config = from_options(GenerationConfig, {"generation_strategy": "self_speculative", **settings})
@@ -66,7 +65,7 @@ class CustomGenerate:
         if config.draft_vocabulary:
             raise UsageError("custom_generate: draft_vocabulary needs the tokenizer, which generate does not hand on")
         length = config.num_speculations
-        length = DEFAULT_SPECULATIONS.get(drafters[0], 6) if length == -1 else length
+        length = DEFAULT_SPECULATIONS[drafters[0]] if length == -1 else length
         values = {**vars(config), "drafter": "+".join(drafters), "num_speculations": length}
         self.config = GenerationConfig(**values)
         refuse_without_effect(self.config)

@@ -17,7 +17,7 @@ from .config import GenerationConfig, RunError, UsageError, require
 from .costs import spread
 from .decoding import Decoded
 from .drafters.layers import SkipLayerDrafter
-from .generation import ADAPTIVE_SPECULATIONS, DEFAULT_SPECULATIONS, Generator
+from .generation import Generator, usual_speculations
 from .loading import Loaded, fingerprint
 from .modeling import SkipSet
 from .prediction import read
@@ -79,11 +79,8 @@ class Task:
     @property
     def length(self) -> int:
         """The number of speculations where none is to be chosen."""
-        if self.config.num_speculations != -1:
-            return self.config.num_speculations
-        if self.config.adaptive_draft_exit:
-            return ADAPTIVE_SPECULATIONS[self.config.draft_exit_rule]
-        return DEFAULT_SPECULATIONS["skip_layer"]
+        given = self.config.num_speculations
+        return usual_speculations(self.config) if given == -1 else given
 
     @property
     def lengths(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -87,3 +88,10 @@ def now(device: torch.device) -> float:
     elif device.type == "mps":
         torch.mps.synchronize()
     return time.perf_counter()
+
+
+def machine(device: torch.device) -> str:
+    """What is measured on: the GPU's name, or the processor's kind and the threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
